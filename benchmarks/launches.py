@@ -2,10 +2,11 @@
 
     python benchmarks/launches.py [--json OUT] [--quick]
 
-An operation is a call of an ATen operator on device tensors, except views and allocations. It may launch several kernels. A
-micro-step consists of the loss, its backward pass and the push of one micro-batch, without masked pairs. For in_batch, grad_cache
-and cont_cache, it is a step of 8 micro-batches, divided by 8. Some pushes open a block of log-sum-exps; the mean is over
-one turn of the ring.
+An operation is a call of an ATen operator on device tensors, except views and allocations. It may
+launch several kernels. A micro-step consists of the loss, its backward pass and the push of one
+micro-batch, without masked pairs. For in_batch, grad_cache and cont_cache, it is a step of 8
+micro-batches, divided by 8. Some pushes open a block of log-sum-exps; the mean is over one turn of
+the ring.
 """
 
 from collections.abc import Iterator
@@ -34,10 +35,17 @@ class Count(TorchDispatchMode):
 
     operations = 0
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = operator(*args, **(kwargs or {}))
-        on_device = any(isinstance(each, Tensor) and each.is_meta for each in tree_leaves((args, kwargs, result)))
-        self.operations += on_device and not operator.is_view and not operator.name().startswith(NO_LAUNCH)
+        on_device = any(
+            isinstance(each, Tensor) and each.is_meta
+            for each in tree_leaves((args, kwargs, result))
+        )
+        self.operations += (
+            on_device and not operator.is_view and not operator.name().startswith(NO_LAUNCH)
+        )
         return result
 
 
@@ -67,7 +75,10 @@ def operations(method: str, pairs: int, bank: Bank, first_id: int = 0) -> int:
     ids = torch.arange(first_id, first_id + MICRO_STEPS * pairs).view(-1, pairs, 1)[
         : MICRO_STEPS if method in WHOLE_STEP else 1
     ]
-    batches = [MicroBatch(Tokens(own, own), Tokens(own, own), RowIds(own, own), [""] * pairs) for own in ids]
+    batches = [
+        MicroBatch(Tokens(own, own), Tokens(own, own), RowIds(own, own), [""] * pairs)
+        for own in ids
+    ]
     with Count() as count:
         METHODS[method](MetaEngine(), batches, bank, InfoNCE(TEMPERATURE))
     return count.operations
@@ -90,8 +101,17 @@ def count(method: str, size: int, pairs: int, decay: float) -> dict[str, Any]:
             fill(bank, 0 if kind == "opening" else push)
             found[kind] = operations(method, pairs, bank) / share
             bank.end_step()
-    mean = sum((found[kind] or 0) * number for kind, number in pushes.items()) / sum(pushes.values())
-    return {"method": method, "size": size, "pairs": pairs, "age_decay": decay, "mean": mean, **found}
+    mean = sum((found[kind] or 0) * number for kind, number in pushes.items()) / sum(
+        pushes.values()
+    )
+    return {
+        "method": method,
+        "size": size,
+        "pairs": pairs,
+        "age_decay": decay,
+        "mean": mean,
+        **found,
+    }
 
 
 def main() -> None:
@@ -106,7 +126,12 @@ def main() -> None:
              *("-" if row[name] is None else f"{row[name]:,.0f}" for name in ("plain", "opening", "mean")),
              f"{row['mean'] - base[row['pairs']]:+,.0f}"] for row in results]  # fmt: skip
     heads = ["method", "M", "B", "age decay", "no opening", "opening", "mean", "over grad_accum"]
-    publish(args, "Device operations of a micro-step outside the encoder", [table(heads, rows)], {"rows": results})
+    publish(
+        args,
+        "Device operations of a micro-step outside the encoder",
+        [table(heads, rows)],
+        {"rows": results},
+    )
 
 
 if __name__ == "__main__":

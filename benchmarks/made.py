@@ -2,9 +2,9 @@
 
     python benchmarks/made.py OUT [--quick]
 
-OUT/model has the size of bert-base-uncased (``--quick``: one layer, width 32). OUT/data is a BEIR folder with the splits train
-and test. Its texts are cut from the running text of data/demo, with log-normal lengths: most passages have 40 to 250 words, a
-few 400.
+OUT/model has the size of bert-base-uncased (``--quick``: one layer, width 32). OUT/data is a BEIR
+folder with the splits train and test. Its texts are cut from the running text of data/demo, with
+log-normal lengths: most passages have 40 to 250 words, a few 400.
 """
 
 import argparse
@@ -21,8 +21,18 @@ from contaccum.formats.records import write_beir_folder
 from contaccum.runtime.files import whole_folder
 
 DEMO = Path(__file__).resolve().parent.parent / "data" / "demo"
-BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
-SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+BASE = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+}
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 VOCABULARY = 4000  # learned word pieces; the embedding table has bert-base-uncased's 30,522 rows
 
 
@@ -32,18 +42,27 @@ def demo_words() -> list[str]:
     return " ".join(json.loads(line)["text"] for line in lines).split()
 
 
-def write_encoder(folder: Path, family: str, sizes: dict[str, Any], texts: list[str], vocabulary: int) -> None:
+def write_encoder(
+    folder: Path, family: str, sizes: dict[str, Any], texts: list[str], vocabulary: int
+) -> None:
     """Write an encoder folder with random weights and a tokenizer learned from texts."""
     torch.manual_seed(0)
-    AutoModel.from_config(AutoConfig.for_model(family, pad_token_id=0, **sizes)).save_pretrained(folder)
+    AutoModel.from_config(AutoConfig.for_model(family, pad_token_id=0, **sizes)).save_pretrained(
+        folder
+    )
     wordpiece_tokenizer(texts, vocabulary).save_pretrained(folder)
 
 
-def varied_texts(words: list[str], count: int, middle: float, most: int, random: np.random.Generator) -> list[str]:
+def varied_texts(
+    words: list[str], count: int, middle: float, most: int, random: np.random.Generator
+) -> list[str]:
     """Return ``count`` pieces of running text with log-normal lengths around ``middle`` words, at most ``most``."""
     lengths = np.clip(random.lognormal(np.log(middle), 0.6, count), 3, most).astype(int)
     starts = random.integers(0, len(words) - most, count)
-    return [" ".join(words[start : start + length]) for start, length in zip(starts, lengths, strict=True)]
+    return [
+        " ".join(words[start : start + length])
+        for start, length in zip(starts, lengths, strict=True)
+    ]
 
 
 def write_data(folder: Path, pairs: int) -> None:
@@ -62,7 +81,9 @@ def write_data(folder: Path, pairs: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="new folder")
     parser.add_argument("--quick", action="store_true", help="a tiny encoder and 400 pairs")
     args = parser.parse_args()

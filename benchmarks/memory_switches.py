@@ -1,10 +1,12 @@
 """Peak memory and time of a step with each speed and memory option, each in a new process.
 
-On CUDA the peak is PyTorch's allocated memory. On a CPU it is the resident memory of the process; the part before the first step
-(libraries, weights, data) is shown separately. Texts are random words of the encoder's vocabulary with lengths between half the
-limit and the limit, equal in every row.
+On CUDA the peak is PyTorch's allocated memory. On a CPU it is the resident memory of the process;
+the part before the first step (libraries, weights, data) is shown separately. Texts are random
+words of the encoder's vocabulary with lengths between half the limit and the limit, equal in every
+row.
 
-    python benchmarks/memory_switches.py [--model DIR] [--length 128] [--steps 2] [--json OUT] [--quick]
+    python benchmarks/memory_switches.py [--model DIR] [--length 128] [--steps 2] [--json OUT]
+    [--quick]
 """
 
 import json
@@ -49,13 +51,23 @@ def make_batches(encoder, length: int, micro: int) -> list:
     for start in range(0, PAIRS, micro):
         rows = slice(start, start + micro)
         own = torch.arange(start, start + micro).unsqueeze(1)
-        tokens = [Tokens(ids[rows], mask[rows, : int(mask[rows].sum(1).max())]) for ids, mask in (queries, passages)]
-        tokens = [Tokens(part.input_ids[:, : part.attention_mask.shape[1]], part.attention_mask) for part in tokens]
-        batches.append(MicroBatch(*tokens, RowIds(own, own), [str(i) for i in range(start, start + micro)]))
+        tokens = [
+            Tokens(ids[rows], mask[rows, : int(mask[rows].sum(1).max())])
+            for ids, mask in (queries, passages)
+        ]
+        tokens = [
+            Tokens(part.input_ids[:, : part.attention_mask.shape[1]], part.attention_mask)
+            for part in tokens
+        ]
+        batches.append(
+            MicroBatch(*tokens, RowIds(own, own), [str(i) for i in range(start, start + micro)])
+        )
     return batches
 
 
-def run_row(model: str, device: str, length: int, steps: int, changes: dict[str, object]) -> dict[str, object]:
+def run_row(
+    model: str, device: str, length: int, steps: int, changes: dict[str, object]
+) -> dict[str, object]:
     """Measure one row in this process."""
     import torch
 
@@ -75,7 +87,9 @@ def run_row(model: str, device: str, length: int, steps: int, changes: dict[str,
     try:
         if config.run.tf32 and engine.device.type != "cuda":
             raise ValueError("needs CUDA")
-        encoder = DualEncoder.load(model, tie_towers=False, max_query_length=32, max_passage_length=length)
+        encoder = DualEncoder.load(
+            model, tie_towers=False, max_query_length=32, max_passage_length=length
+        )
         return take_steps(config, engine, encoder.to(engine.device).train(), steps)
     finally:
         engine.close()
@@ -93,7 +107,9 @@ def take_steps(config, engine, encoder, steps: int) -> dict[str, object]:
     engine.prepare(encoder, make_optimizer(encoder, config.optim))
     loss = parts.build_loss(config, encoder)
     bank = parts.build_bank(config, engine, encoder, loss)
-    batches = make_batches(encoder, encoder.settings.max_passage_length, config.batch.micro_batch_size)
+    batches = make_batches(
+        encoder, encoder.settings.max_passage_length, config.batch.micro_batch_size
+    )
     start, seconds = engine.peak_memory(), []
     for step in range(steps + 1):  # the first one warms up: kernels, optimizer state
         engine.step, began = step, time.perf_counter()
@@ -144,12 +160,23 @@ def main() -> None:
         for row in measured
     ]
     about = (
-        f"{PAIRS} pairs a step, passages of {options.length // 2} to {options.length} tokens, `cont_accum` with a bank of 256 "
+        f"{PAIRS} pairs a step, passages of {options.length // 2} to {options.length} tokens, "
+        "`cont_accum` with a bank of 256 "
         f"rows; median of {options.steps} steps."
     )
-    heads = ["switch", "peak, MiB", "beyond what stood before the first step, MiB", "s/step", "÷ plain"]
+    heads = [
+        "switch",
+        "peak, MiB",
+        "beyond what stood before the first step, MiB",
+        "s/step",
+        "÷ plain",
+    ]
     left_out = [f"- {row['switch']}: {row['left_out']}" for row in rows if "left_out" in row]
-    parts = [about, table(heads, lines), *(["Left out here:", "\n".join(left_out)] if left_out else [])]
+    parts = [
+        about,
+        table(heads, lines),
+        *(["Left out here:", "\n".join(left_out)] if left_out else []),
+    ]
     publish(options, "What each switch gives", parts, {"rows": rows, "pairs": PAIRS})
 
 

@@ -2,13 +2,14 @@
 
     python benchmarks/methods.py [--model DIR] [--json OUT] [--quick]
 
-Both towers share one encoder; random queries have 16 tokens, passages 128, or a data set gives texts of varied lengths. Times
-are those of whole updates (all micro-batches and the optimizer step), with methods and bank sizes interleaved. A bank opens
-a block of its cached log-sum-exps every few pushes and a large block every few hundred (contaccum/methods/logsumexp.py). Medians
-miss both, so the cost of openings is measured separately, and "with openings" spreads it over the pushes between them. Peak
-memory counts the tensors of an update beyond encoder and optimizer. MFU is the share of a large matrix product's speed at which
-the update computes its tokens, padding not counted: one forward and one backward pass over all pairs, also for the methods that
-encode twice.
+Both towers share one encoder; random queries have 16 tokens, passages 128, or a data set gives
+texts of varied lengths. Times are those of whole updates (all micro-batches and the optimizer
+step), with methods and bank sizes interleaved. A bank opens a block of its cached log-sum-exps
+every few pushes and a large block every few hundred (contaccum/methods/logsumexp.py). Medians miss
+both, so the cost of openings is measured separately, and "with openings" spreads it over the pushes
+between them. Peak memory counts the tensors of an update beyond encoder and optimizer. MFU is the
+share of a large matrix product's speed at which the update computes its tokens, padding not
+counted: one forward and one backward pass over all pairs, also for the methods that encode twice.
 """
 
 import argparse
@@ -72,12 +73,18 @@ def peak(trainee: Trainee, method: str, size: int) -> int:
 def arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--sizes", type=int, nargs="+", default=[128, 1024, 4096, 16_384, 131_072], help="bank sizes, in rows"
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[128, 1024, 4096, 16_384, 131_072],
+        help="bank sizes, in rows",
     )
     parser.add_argument("--pairs", type=int, default=128, help="pairs in an update (N)")
     parser.add_argument("--micro", type=int, default=8, help="pairs in a micro-batch (B)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--compile", action="store_true", help="compile the encoder, as run.compile")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the encoder, as run.compile"
+    )
     add_real_texts(parser)
     args = parser.parse_args()
     if args.quick:
@@ -89,12 +96,26 @@ def main() -> None:
     args = arguments()
     folder = model_folder(args.model)
     trainee = Trainee(
-        folder, args.device, args.precision, args.pairs, args.micro, compile=args.compile, **texts_of_training(args)
+        folder,
+        args.device,
+        args.precision,
+        args.pairs,
+        args.micro,
+        compile=args.compile,
+        **texts_of_training(args),
     )
     operations, speed = trainee.operations(), product_speed(trainee.engine.device, args.precision)
     banks = {(name, 0): trainee.bank(name, 0) for name in BANKLESS}
-    banks |= {(name, size): trainee.bank(name, size) for name in BANKED for size in args.sizes if size >= args.pairs}
-    cases = {f"{name} {size}": lambda n=name, b=bank: trainee.update(n, b) for (name, size), bank in banks.items()}
+    banks |= {
+        (name, size): trainee.bank(name, size)
+        for name in BANKED
+        for size in args.sizes
+        if size >= args.pairs
+    }
+    cases = {
+        f"{name} {size}": lambda n=name, b=bank: trainee.update(n, b)
+        for (name, size), bank in banks.items()
+    }
     seconds = interleaved(cases, args.repeats)
     results = []
     for (name, size), bank in banks.items():
@@ -116,23 +137,33 @@ def main() -> None:
         s = r["seconds"]
         rows.append([
             f"`{r['method']}`", r["bank"], f"{s['median']:.3f} ({s['min']:.3f} to {s['max']:.3f})",
-            f"{r['ratio']['median']:.3f} ({r['ratio']['min']:.3f} to {r['ratio']['max']:.3f})", f"{r['with_openings']:.3f}",
+            f"{r['ratio']['median']:.3f} ({r['ratio']['min']:.3f} to "
+            f"{r['ratio']['max']:.3f})", f"{r['with_openings']:.3f}",
             f"{r['mfu']:.1%}",
             f"{r['peak_bytes'] / 2**20:.1f}", f"{bank_bytes / 2**20:.1f}", f"{over / bank_bytes:.2f}" if bank_bytes else "",
         ])  # fmt: skip
     heads = [
-        "method", "M", "seconds per update", "÷ `grad_accum`", "with openings", "MFU", "peak MiB", "bank MiB",
+        "method", "M", "seconds per "
+                       "update", "÷ `grad_accum`", "with openings", "MFU", "peak MiB", "bank MiB",
         "peak over grad_accum ÷ bank",
     ]  # fmt: skip
     intro = (
-        f"{about_texts(args)}; N = {args.pairs}, B = {args.micro}, {args.precision}, compile {args.compile}, "
+        f"{about_texts(args)}; N = {args.pairs}, B = {args.micro}, {args.precision}, compile "
+        f"{args.compile}, "
         f"{args.repeats} rounds, interleaved; median "
-        "(smallest to largest). Targets: `cont_accum` ÷ `grad_accum` at most 1.03 at M = 1,024, 1.05 at 16,384, 1.15 at 131,072; "
-        "`grad_cache` ÷ `grad_accum` at most 1.36; peak beyond `grad_accum`'s (\"over\") at most 1.15 of the bank's vectors."
+        "(smallest to largest). Targets: `cont_accum` ÷ `grad_accum` at most 1.03 at M = 1,024, "
+        "1.05 at 16,384, 1.15 at 131,072; "
+        '`grad_cache` ÷ `grad_accum` at most 1.36; peak beyond `grad_accum`\'s ("over") at most '
+        "1.15 of the bank's vectors."
     )
     last = f"A large matrix product in {args.precision}: {speed / 1e12:.3g} TFLOP/s."
     figures = {"rows": results, "operations": operations, "product_speed": speed}
-    publish(args, "Six methods: time of an update and peak memory", [intro, table(heads, rows), last], figures)
+    publish(
+        args,
+        "Six methods: time of an update and peak memory",
+        [intro, table(heads, rows), last],
+        figures,
+    )
 
 
 if __name__ == "__main__":

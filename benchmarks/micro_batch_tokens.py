@@ -2,9 +2,10 @@
 
     python benchmarks/micro_batch_tokens.py --data MEDQUAD [--model DIR] [--json OUT]
 
-All ways run the same steps of the same pairs, interleaved, in one process. The token budget is B x (max_query_length +
-max_passage_length), the tokens of B pairs of full length. Times are ratios of two updates of one step without the optimizer. Peak
-memory counts the tensors of the first step beyond the weights.
+All ways run the same steps of the same pairs, interleaved, in one process. The token budget is B x
+(max_query_length + max_passage_length), the tokens of B pairs of full length. Times are ratios of
+two updates of one step without the optimizer. Peak memory counts the tensors of the first step
+beyond the weights.
 """
 
 import time
@@ -38,7 +39,10 @@ def measure(args: Any, folder: str, method: str) -> list[dict[str, Any]]:
     config.model.name, most = folder, positions(folder)
     config.model.max_query_length = min(config.model.max_query_length or most, most)
     config.model.max_passage_length = min(args.max_passage_length, most)
-    config.batch.global_batch_size, config.batch.micro_batch_size = args.global_batch_size, args.pairs
+    config.batch.global_batch_size, config.batch.micro_batch_size = (
+        args.global_batch_size,
+        args.pairs,
+    )
     train_set = open_dataset(args.data, "train", DataPolicy(repair=True)).train_set()
     engine = Engine(device=args.device, precision=args.precision)
     encoder = parts.build_encoder(config, train_set).to(engine.device).train()
@@ -81,7 +85,9 @@ def measure(args: Any, folder: str, method: str) -> list[dict[str, Any]]:
 
 
 def tokens(cut: list[MicroBatch], count: Callable[[torch.Tensor], int]) -> int:
-    return sum(count(batch.queries.attention_mask) + count(batch.passages.attention_mask) for batch in cut)
+    return sum(
+        count(batch.queries.attention_mask) + count(batch.passages.attention_mask) for batch in cut
+    )
 
 
 def padded(mask: torch.Tensor) -> int:
@@ -104,7 +110,9 @@ def main() -> None:
     parser.add_argument("--methods", default="grad_accum,grad_cache", help="names joined by commas")
     parser.add_argument("--pairs", type=int, default=8, help="pairs in a micro-batch (B)")
     parser.add_argument("--global_batch_size", type=int, default=128, help="pairs in an update (N)")
-    parser.add_argument("--max_passage_length", type=int, default=256, help="longest passage, in tokens")
+    parser.add_argument(
+        "--max_passage_length", type=int, default=256, help="longest passage, in tokens"
+    )
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
     if args.quick:
@@ -115,7 +123,8 @@ def main() -> None:
     lines = [
         [
             f"`{row['method']}`", row["way"], f"{row['seconds']['median']:.2f}",
-            f"{row['ratio']['median']:.3f} ({row['ratio']['min']:.3f} to {row['ratio']['max']:.3f})",
+            f"{row['ratio']['median']:.3f} ({row['ratio']['min']:.3f} to "
+            f"{row['ratio']['max']:.3f})",
             f"{row['peak_bytes'] / 2**20:.0f}", f"{row['padded_tokens'] / first[row['method']]['padded_tokens']:.3f}",
             f"{1 - row['real_tokens'] / row['padded_tokens']:.3f}", f"{row['micro_batches']:.1f}",
         ]
@@ -132,10 +141,14 @@ def main() -> None:
         "micro-batches",
     ]
     intro = (
-        f"N = {args.global_batch_size}, B = {args.pairs}, passages of at most {args.max_passage_length} tokens, "
-        f"{args.precision}, {args.steps} steps; median (smallest to largest) over steps. Target: tokens ÷ pairs at most 0.70."
+        f"N = {args.global_batch_size}, B = {args.pairs}, passages of at most "
+        f"{args.max_passage_length} tokens, "
+        f"{args.precision}, {args.steps} steps; median (smallest to largest) over steps. Target: "
+        "tokens ÷ pairs at most 0.70."
     )
-    publish(args, "Micro-batches by tokens and by pairs", [intro, table(heads, lines)], {"rows": rows})
+    publish(
+        args, "Micro-batches by tokens and by pairs", [intro, table(heads, lines)], {"rows": rows}
+    )
 
 
 if __name__ == "__main__":

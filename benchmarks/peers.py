@@ -5,14 +5,16 @@
     pip install sentence-transformers==6.2.0
     pip install --no-deps --target gradcache GradCache==0.0.1      (optional, with --gradcache gradcache)
 
-Same weights, same made texts (queries of 16 tokens, passages of 128), tokenized before the clock starts, same dtype, AdamW
-with the same settings; all in one process, interleaved. With --real_texts the texts are real ones, at most 64 and 256 tokens
-long, padded as each library pads them. Towers are tied on both sides, as sentence-transformers has them; the cached losses
-take mini-batches of B pairs. Before anything is timed, the losses of all that compare N with N are taken without dropout and
-must agree; timing is done with the encoder's own dropout.
+Same weights, same made texts (queries of 16 tokens, passages of 128), tokenized before the clock
+starts, same dtype, AdamW with the same settings; all in one process, interleaved. With --real_texts
+the texts are real ones, at most 64 and 256 tokens long, padded as each library pads them. Towers
+are tied on both sides, as sentence-transformers has them; the cached losses take mini-batches of B
+pairs. Before anything is timed, the losses of all that compare N with N are taken without dropout
+and must agree; timing is done with the encoder's own dropout.
 
-GradCache 0.0.1, the one release on PyPI, installs a package named ``gradcache`` whose modules import ``grad_cache``: it cannot
-be imported as it stands. ``--gradcache DIR`` names the folder it was installed into, and the name it wants is given to it.
+GradCache 0.0.1, the one release on PyPI, installs a package named ``gradcache`` whose modules
+import ``grad_cache``: it cannot be imported as it stands. ``--gradcache DIR`` names the folder it
+was installed into, and the name it wants is given to it.
 """
 
 import inspect
@@ -56,7 +58,9 @@ AGREE = 1e-5
 class Peer:
     """SentenceTransformer with the same weights, its optimizer, and the pairs of a trainee."""
 
-    def __init__(self, folder: str, trainee: Trainee, dropout: float | None, rate: float, flat: bool = False) -> None:
+    def __init__(
+        self, folder: str, trainee: Trainee, dropout: float | None, rate: float, flat: bool = False
+    ) -> None:
         """Load the model. flat: flatten the texts, if flash attention is installed and the precision is half."""
         self.device, self.precision = trainee.engine.device, trainee.engine.precision
         self.flat = flat and self.precision != "no" and is_flash_attn_2_available()
@@ -68,10 +72,15 @@ class Peer:
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_("pooler" not in name)
         self.model.train()
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=rate, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            [p for p in self.model.parameters() if p.requires_grad], lr=rate, fused=True
+        )
         whole = trainee.whole[0]
         self.features = [
-            {"input_ids": side.input_ids.to(self.device), "attention_mask": side.attention_mask.to(self.device)}
+            {
+                "input_ids": side.input_ids.to(self.device),
+                "attention_mask": side.attention_mask.to(self.device),
+            }
             for side in (whole.queries, whole.passages)
         ]
         if self.flat:
@@ -80,12 +89,17 @@ class Peer:
                 self.model.max_seq_length = length
                 side = self.model.preprocess(texts).items()
                 self.features.append(
-                    {name: part.to(self.device) if hasattr(part, "to") else part for name, part in side}
+                    {
+                        name: part.to(self.device) if hasattr(part, "to") else part
+                        for name, part in side
+                    }
                 )
 
     def autocast(self) -> torch.autocast:
         kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        return torch.autocast(self.device.type, kinds.get(self.precision), enabled=self.precision in kinds)
+        return torch.autocast(
+            self.device.type, kinds.get(self.precision), enabled=self.precision in kinds
+        )
 
     def update(self, loss: nn.Module) -> float:
         """Run one update with a sentence-transformers loss and return the loss."""
@@ -135,7 +149,8 @@ def load_gradcache(folder: Path) -> Any:
     source = folder / "gradcache"
     if not (source / "grad_cache.py").is_file():
         sys.exit(
-            f"--gradcache {folder}: no gradcache/grad_cache.py there, expected a pip --target folder of GradCache 0.0.1"
+            f"--gradcache {folder}: no gradcache/grad_cache.py there, expected a pip --target "
+            "folder of GradCache 0.0.1"
         )
     spec = ModuleSpec("grad_cache", None, is_package=True)
     spec.submodule_search_locations = [str(source)]
@@ -155,13 +170,17 @@ def make_cases(args: Any, folder: str, dropout: float | None, rate: float) -> di
     cases["contaccum cont_cache, partial replay"] = updates(sampled, "cont_cache", args.bank)
     peer = Peer(folder, plain, dropout, rate)
     whole = MultipleNegativesRankingLoss(peer.model, scale=1 / TEMPERATURE)
-    cached = CachedMultipleNegativesRankingLoss(peer.model, scale=1 / TEMPERATURE, mini_batch_size=args.micro)
+    cached = CachedMultipleNegativesRankingLoss(
+        peer.model, scale=1 / TEMPERATURE, mini_batch_size=args.micro
+    )
     cases["sentence-transformers, plain"] = lambda: peer.update(whole)
     cases["sentence-transformers, cached"] = lambda: peer.update(cached)
     if args.token_budget:
         cases |= token_budget(args, folder, dropout, rate)
     if args.gradcache:
-        other = GradCachePeer(load_gradcache(args.gradcache), args.micro, folder, plain, dropout, rate)
+        other = GradCachePeer(
+            load_gradcache(args.gradcache), args.micro, folder, plain, dropout, rate
+        )
         cases["GradCache 0.0.1"] = other.update
     return cases
 
@@ -170,19 +189,30 @@ def token_budget(args: Any, folder: str, dropout: float | None, rate: float) -> 
     """Return grad_cache and the cached loss with micro-batches of as many tokens as B pairs of full length have."""
     given = (args.device, args.precision, args.pairs, args.micro, dropout, rate, True)
     trainee = Trainee(folder, *given, **texts_of_training(args))
-    longest = trainee.encoder.settings.max_query_length + trainee.encoder.settings.max_passage_length
+    longest = (
+        trainee.encoder.settings.max_query_length + trainee.encoder.settings.max_passage_length
+    )
     budget = args.micro * longest
     trainee.micro_batches = trainee.cut_by_tokens(budget)
     cases: dict[str, Any] = {
-        f"contaccum {name}, by tokens": updates(trainee, name, args.bank) for name in ("grad_cache", "cont_accum")
+        f"contaccum {name}, by tokens": updates(trainee, name, args.bank)
+        for name in ("grad_cache", "cont_accum")
     }
-    if "mini_batch_num_tokens" not in inspect.signature(CachedMultipleNegativesRankingLoss).parameters:
+    if (
+        "mini_batch_num_tokens"
+        not in inspect.signature(CachedMultipleNegativesRankingLoss).parameters
+    ):
         print("sentence-transformers: this version has no mini-batches by tokens", file=sys.stderr)
         return cases
     peer = Peer(folder, trainee, dropout, rate, flat=True)
-    loss = CachedMultipleNegativesRankingLoss(peer.model, scale=1 / TEMPERATURE, mini_batch_num_tokens=budget)
+    loss = CachedMultipleNegativesRankingLoss(
+        peer.model, scale=1 / TEMPERATURE, mini_batch_num_tokens=budget
+    )
     if not peer.flat:
-        print("sentence-transformers: texts are padded, because flash attention is not available", file=sys.stderr)
+        print(
+            "sentence-transformers: texts are padded, because flash attention is not available",
+            file=sys.stderr,
+        )
     return {**cases, "sentence-transformers, cached, by tokens": lambda: peer.update(loss)}
 
 
@@ -208,34 +238,59 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=8, help="pairs in a micro-batch (B)")
     parser.add_argument("--bank", type=int, default=1024, help="bank rows (M)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--unpad", action="store_true", help="contaccum's encoders with model.unpad")
+    parser.add_argument(
+        "--unpad", action="store_true", help="contaccum's encoders with model.unpad"
+    )
     add_real_texts(parser)
     parser.add_argument(
         "--token_budget", action="store_true",
-        help="add grad_cache and sentence-transformers' cached loss with micro-batches by tokens and without padding",
+        help="add grad_cache and sentence-transformers' cached loss with micro-batches by tokens "
+             "and without padding",
     )  # fmt: skip
-    parser.add_argument("--gradcache", type=Path, help="folder that the package GradCache was installed into")
+    parser.add_argument(
+        "--gradcache", type=Path, help="folder that the package GradCache was installed into"
+    )
     args = parser.parse_args()
     if args.quick:
         args.pairs, args.micro, args.bank, args.repeats = 8, 4, 16, 2
     folder = model_folder(args.model)
-    losses = {name: run() for name, run in make_cases(args, folder, dropout=0.0, rate=0.0).items() if name in SAME_LOSS}
+    losses = {
+        name: run()
+        for name, run in make_cases(args, folder, dropout=0.0, rate=0.0).items()
+        if name in SAME_LOSS
+    }
     apart = max(losses.values()) - min(losses.values())
     if apart > AGREE and args.precision == "fp32":
-        sys.exit(f"the losses differ by {apart:.2e}, expected at most {AGREE}: {json.dumps(losses)}")
+        sys.exit(
+            f"the losses differ by {apart:.2e}, expected at most {AGREE}: {json.dumps(losses)}"
+        )
     cases = make_cases(args, folder, dropout=None, rate=1e-6)
     seconds = interleaved(cases, args.repeats)
     device = torch.device("cuda" if args.device == "auto" and torch.cuda.is_available() else "cpu")
     rows = [
         {
             "name": name, "seconds": summary(own), "loss": losses.get(name), "peak_bytes": peak(cases[name], device),
-            "ratios": {other: ratio(seconds, name, other) for other in ("sentence-transformers, cached", "contaccum grad_accum")},
+            "ratios": {other: ratio(seconds, name, other) for other in ("sentence-transformers, "
+                                                                        "cached", "contaccum "
+                                                                                  "grad_accum")},
         }
         for name, own in seconds.items()
     ]  # fmt: skip
-    heads = ["update by", "seconds", "÷ ST cached", "÷ `grad_accum`", "peak MiB", "loss, no dropout"]
+    heads = [
+        "update by",
+        "seconds",
+        "÷ ST cached",
+        "÷ `grad_accum`",
+        "peak MiB",
+        "loss, no dropout",
+    ]
     lines = [about(args), table(heads, [cells(row) for row in rows])]
-    publish(args, "An update compared with other libraries", lines, {"rows": rows, "losses_apart": apart})
+    publish(
+        args,
+        "An update compared with other libraries",
+        lines,
+        {"rows": rows, "losses_apart": apart},
+    )
 
 
 def peak(update: Callable[[], float], device: torch.device) -> int:
@@ -247,7 +302,8 @@ def peak(update: Callable[[], float], device: torch.device) -> int:
 
 def cells(row: dict[str, Any]) -> list[str]:
     spreads = (
-        f"{s['median']:.3f} ({s['min']:.3f} to {s['max']:.3f})" for s in (row["seconds"], *row["ratios"].values())
+        f"{s['median']:.3f} ({s['min']:.3f} to {s['max']:.3f})"
+        for s in (row["seconds"], *row["ratios"].values())
     )
     loss = "other negatives" if row["loss"] is None else f"{row['loss']:.6f}"
     return [row["name"], *spreads, f"{row['peak_bytes'] / 2**20:.0f}", loss]
@@ -256,10 +312,14 @@ def cells(row: dict[str, Any]) -> list[str]:
 def about(args: Any) -> str:
     ours = "ours with `model.unpad`, " if args.unpad else ""
     return (
-        f"{about_texts(args)}; N = {args.pairs}, B = {args.micro} (sentence-transformers' mini_batch_size too), "
-        f"M = {args.bank:,}, {args.precision}, tied towers, {ours}{args.repeats} rounds, interleaved; median (smallest to "
-        "largest). Partial replay encodes half of the texts a second time. Peak: tensors of one update, without encoder, "
-        "optimizer and bank. Targets: `grad_cache` ÷ ST cached at most 0.90, `cont_accum` ÷ ST cached at most 0.70."
+        f"{about_texts(args)}; N = {args.pairs}, B = {args.micro} (sentence-transformers' "
+        "mini_batch_size too), "
+        f"M = {args.bank:,}, {args.precision}, tied towers, {ours}{args.repeats} rounds, "
+        "interleaved; median (smallest to "
+        "largest). Partial replay encodes half of the texts a second time. Peak: tensors of one "
+        "update, without encoder, "
+        "optimizer and bank. Targets: `grad_cache` ÷ ST cached at most 0.90, `cont_accum` ÷ ST "
+        "cached at most 0.70."
     )
 
 

@@ -2,11 +2,13 @@
 
     python benchmarks/plan_error.py --data medquad [--model DIR] [--json OUT] [--quick]
 
-The five configurations differ in method, micro-batch size (B), lengths and bank. For each one the plan gets a budget in which all
-pairs of a step fit into one micro-batch. Then `contaccum train` runs with that micro-batch size in a new process, for at least an
-epoch and until the bank is full and ten steps more. An epoch is 512 random queries of the data, because peak memory depends on
-the longest texts and training must have met all of them. Peak memory is the largest of the log (on CUDA what PyTorch reserved,
-plus the context that the plan measured); the time of a step is the median of its last ten.
+The five configurations differ in method, micro-batch size (B), lengths and bank. For each one the
+plan gets a budget in which all pairs of a step fit into one micro-batch. Then `contaccum train`
+runs with that micro-batch size in a new process, for at least an epoch and until the bank is full
+and ten steps more. An epoch is 512 random queries of the data, because peak memory depends on the
+longest texts and training must have met all of them. Peak memory is the largest of the log (on CUDA
+what PyTorch reserved, plus the context that the plan measured); the time of a step is the median of
+its last ten.
 """
 
 import json
@@ -141,7 +143,8 @@ def main() -> None:
         "÷",
     ]
     about = (
-        "Peak memory and time of a step: prediction of `contaccum plan` against training at the micro-batch size that the plan "
+        "Peak memory and time of a step: prediction of `contaccum plan` against training at the "
+        "micro-batch size that the plan "
         f"chose for {BUDGET}. Targets: within 5 % and 25 %."
     )
     publish(options, "The plan against training", [about, table(heads, cells)], {"rows": rows})

@@ -2,10 +2,11 @@
 
     python benchmarks/search.py [--rows N] [--json OUT] [--quick]
 
-Without faiss, only torch's searchers run (contaccum with the backend torch, BEIR exact). All searchers use the same random unit
-vectors, saved once as contaccum's shards. contaccum streams the shards from their files; the others load all vectors. Only the
-search is timed, not building indexes or loading vectors. BEIR's searchers get precomputed vectors. Peak memory is that of a new
-process that loads and searches, minus its memory before.
+Without faiss, only torch's searchers run (contaccum with the backend torch, BEIR exact). All
+searchers use the same random unit vectors, saved once as contaccum's shards. contaccum streams the
+shards from their files; the others load all vectors. Only the search is timed, not building indexes
+or loading vectors. BEIR's searchers get precomputed vectors. Peak memory is that of a new process
+that loads and searches, minus its memory before.
 """
 
 import argparse
@@ -28,14 +29,22 @@ from contaccum.retrieval.shards import EncodingJob, Shard, ShardFolder, write_ma
 from contaccum.runtime.processes import peak_resident
 
 QUERIES = 10**9  # number of the first query
-OURS, TORCH, RAW, EXACT, FLAT = "contaccum", "contaccum, torch", "faiss IndexFlatIP", "BEIR exact", "BEIR faiss"
+OURS, TORCH, RAW, EXACT, FLAT = (
+    "contaccum",
+    "contaccum, torch",
+    "faiss IndexFlatIP",
+    "BEIR exact",
+    "BEIR faiss",
+)
 BACKENDS = {OURS: "faiss", TORCH: "torch"}
 KINDS = [RAW, OURS, TORCH, EXACT, FLAT] if find_spec("faiss") else [TORCH, EXACT]
 
 
 def made(start: int, stop: int, dim: int) -> np.ndarray:
     """Return random unit vectors of the rows from start to stop, equal at every call."""
-    vectors = np.random.default_rng([start, stop]).standard_normal((stop - start, dim), dtype=np.float32)
+    vectors = np.random.default_rng([start, stop]).standard_normal(
+        (stop - start, dim), dtype=np.float32
+    )
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
@@ -43,7 +52,12 @@ def write_shards(folder: Path, rows: int, dim: int, shard: int) -> None:
     job = EncodingJob("passage", "made", "made", rows, shard, "float32")
     for number in range(job.count):
         start, stop = job.span(number)
-        write_shard(folder, number, job, Shard([f"{row:09d}" for row in range(start, stop)], made(start, stop, dim)))
+        write_shard(
+            folder,
+            number,
+            job,
+            Shard([f"{row:09d}" for row in range(start, stop)], made(start, stop, dim)),
+        )
     write_manifest(folder, job)
 
 
@@ -53,10 +67,14 @@ class Precomputed:
     def __init__(self, queries: np.ndarray, vectors: np.ndarray) -> None:
         self.queries, self.vectors = queries, vectors
 
-    def encode_queries(self, queries: list[str], convert_to_tensor: bool = False, **_: object) -> object:
+    def encode_queries(
+        self, queries: list[str], convert_to_tensor: bool = False, **_: object
+    ) -> object:
         return torch.from_numpy(self.queries) if convert_to_tensor else self.queries
 
-    def encode_corpus(self, corpus: list[dict], convert_to_tensor: bool = False, **_: object) -> object:
+    def encode_corpus(
+        self, corpus: list[dict], convert_to_tensor: bool = False, **_: object
+    ) -> object:
         start = int(corpus[0]["text"])
         vectors = self.vectors[start : start + len(corpus)]
         return torch.from_numpy(vectors) if convert_to_tensor else vectors
@@ -66,7 +84,9 @@ def flat_search(model: Precomputed) -> Any:
     """Return BEIR's faiss search with the two methods that BEIR 2.2 forgets to define."""
     from beir.retrieval.search.dense import FlatIPFaissSearch
 
-    return type("FlatSearch", (FlatIPFaissSearch,), {"encode": None, "search_from_files": None})(model)
+    return type("FlatSearch", (FlatIPFaissSearch,), {"encode": None, "search_from_files": None})(
+        model
+    )
 
 
 def prepare(
@@ -77,7 +97,10 @@ def prepare(
     shards = ShardFolder(folder)
     if kind in BACKENDS:
         options = {"backend": BACKENDS[kind], "device": device}
-        return lambda: {name: dict(hits) for name, hits in search_vectors(names, queries, shards, k, **options).items()}
+        return lambda: {
+            name: dict(hits)
+            for name, hits in search_vectors(names, queries, shards, k, **options).items()
+        }
     ids = [passage for shard in shards for passage in shard.ids]
     if kind == RAW:
         import faiss
@@ -100,7 +123,11 @@ def prepare(
     corpus = {passage: {"title": "", "text": passage} for passage in ids}
     asked = dict.fromkeys(names, "")
     model = Precomputed(queries, vectors)
-    searcher = DenseRetrievalExactSearch(model, show_progress_bar=False) if kind == EXACT else flat_search(model)
+    searcher = (
+        DenseRetrievalExactSearch(model, show_progress_bar=False)
+        if kind == EXACT
+        else flat_search(model)
+    )
     if kind == FLAT:
         searcher.index(corpus, "dot")
     return lambda: searcher.search(corpus, asked, k, "dot")
@@ -113,10 +140,16 @@ def peak(request: dict) -> None:
     print(json.dumps({"bytes": peak_resident() - before}))
 
 
-def agreement(found: dict[str, dict[str, float]], right: dict[str, dict[str, float]]) -> dict[str, float]:
+def agreement(
+    found: dict[str, dict[str, float]], right: dict[str, dict[str, float]]
+) -> dict[str, float]:
     """Return the share of correct passages found and the largest difference of their scores."""
     shared = [found[query].keys() & hits.keys() for query, hits in right.items()]
-    wide = max(abs(found[query][p] - right[query][p]) for query, both in zip(right, shared, strict=True) for p in both)
+    wide = max(
+        abs(found[query][p] - right[query][p])
+        for query, both in zip(right, shared, strict=True)
+        for p in both
+    )
     return {"share": sum(map(len, shared)) / sum(map(len, right.values())), "difference": wide}
 
 
@@ -146,7 +179,13 @@ def main() -> None:
         folder = Path(name) / "shards"
         write_shards(folder, args.rows, args.dim, args.shard_size)
         # fresh processes search for few queries: what is measured is the corpus, not the results
-        few = {"folder": str(folder), "queries": 20, "dim": args.dim, "k": args.k, "device": args.device}
+        few = {
+            "folder": str(folder),
+            "queries": 20,
+            "dim": args.dim,
+            "k": args.k,
+            "device": args.device,
+        }
         memory = {kind: in_fresh_process({**few, "kind": kind})["bytes"] for kind in KINDS}
         ways = {kind: prepare(kind, folder, queries, args.k, args.device) for kind in KINDS}
         right = ways[KINDS[-1] if RAW not in KINDS else RAW]()
@@ -158,7 +197,9 @@ def main() -> None:
         [
             kind,
             "{median:.2f} ({min:.2f} to {max:.2f})".format(**summary(seconds[kind])),
-            "{median:.2f} ({min:.2f} to {max:.2f})".format(**shares[kind]) if kind in shares else "1",
+            "{median:.2f} ({min:.2f} to {max:.2f})".format(**shares[kind])
+            if kind in shares
+            else "1",
             f"{memory[kind] / 2**20:.0f}",
             f"{found[kind]['share']:.5f}",
             f"{found[kind]['difference']:.1e}",
@@ -167,11 +208,13 @@ def main() -> None:
     ]
     bound = (args.rows + args.shard_size) * args.dim * 4
     intro = (
-        f"{args.queries:,} queries, the best {args.k} of {args.rows:,} x {args.dim} made vectors, shards of {args.shard_size:,}, "
+        f"{args.queries:,} queries, the best {args.k} of {args.rows:,} x {args.dim} made vectors, "
+        f"shards of {args.shard_size:,}, "
         f"{args.repeats} rounds, interleaved; median (smallest to largest)."
     )
     last = (
-        f"Targets for contaccum: at most 1.10 of raw faiss's time, and {bound / 2**20:.0f} MiB (index and one shard)."
+        f"Targets for contaccum: at most 1.10 of raw faiss's time, and {bound / 2**20:.0f} MiB "
+        "(index and one shard)."
     )
     heads = [
         "searcher",
@@ -181,7 +224,13 @@ def main() -> None:
         "passages found",
         "largest difference of scores",
     ]
-    figures = {"seconds": seconds, "ratios": shares, "bytes": memory, "bound": bound, "agreement": found}
+    figures = {
+        "seconds": seconds,
+        "ratios": shares,
+        "bytes": memory,
+        "bound": bound,
+        "agreement": found,
+    }
     publish(args, "Exact search", [intro, table(heads, rows), last], figures)
 
 

@@ -24,7 +24,10 @@ def make_batches(vocabulary: int, length: int) -> list[MicroBatch]:
     generator = torch.Generator().manual_seed(0)
     batches = []
     for start in range(0, PAIRS, MICRO):
-        texts = [torch.randint(5, vocabulary, (MICRO, size), generator=generator) for size in (QUERY, length)]
+        texts = [
+            torch.randint(5, vocabulary, (MICRO, size), generator=generator)
+            for size in (QUERY, length)
+        ]
         own = torch.arange(start, start + MICRO).unsqueeze(1)
         tokens = [Tokens(ids, torch.ones_like(ids)) for ids in texts]
         batches.append(MicroBatch(*tokens, RowIds(own, own), [str(i) for i in range(MICRO)]))
@@ -34,7 +37,8 @@ def make_batches(vocabulary: int, length: int) -> list[MicroBatch]:
 def measure(request: dict[str, Any]) -> dict[str, float]:
     """Measure one row in this process: ``steps`` steps after a first one, which creates the optimizer's state.
 
-    request: model, the encoder's folder; device; length, tokens of a passage; steps; method; changes, settings by name.
+    request: model, the encoder's folder; device; length, tokens of a passage; steps; method;
+    changes, settings by name.
     """
     config = make_config(request)
     engine = Engine(device=config.run.device)
@@ -55,7 +59,11 @@ def measure(request: dict[str, Any]) -> dict[str, float]:
 
 def make_config(request: dict[str, Any]) -> TrainConfig:
     config = TrainConfig(method=request["method"], output_dir="-")
-    config.data.train, config.batch.global_batch_size, config.batch.micro_batch_size = "-", PAIRS, MICRO
+    config.data.train, config.batch.global_batch_size, config.batch.micro_batch_size = (
+        "-",
+        PAIRS,
+        MICRO,
+    )
     config.model.name, config.run.device = request["model"], request["device"]
     config.model.max_query_length, config.model.max_passage_length = QUERY, request["length"]
     for name, value in request["changes"].items():
@@ -65,11 +73,15 @@ def make_config(request: dict[str, Any]) -> TrainConfig:
     return config
 
 
-def take_steps(config: TrainConfig, engine: Engine, encoder: DualEncoder, steps: int) -> list[float]:
+def take_steps(
+    config: TrainConfig, engine: Engine, encoder: DualEncoder, steps: int
+) -> list[float]:
     """Return the seconds of each step."""
     loss = parts.build_loss(config, encoder)
     bank = parts.build_bank(config, engine, encoder, loss)
-    batches = make_batches(encoder.query_tower.backbone.config.vocab_size, config.model.max_passage_length or 0)
+    batches = make_batches(
+        encoder.query_tower.backbone.config.vocab_size, config.model.max_passage_length or 0
+    )
     engine.reset_peak_memory()
     seconds = []
     for step in range(steps):

@@ -2,8 +2,9 @@
 
     python benchmarks/trainer_loss.py --data BEIR_DIR [--model DIR] [--json OUT] [--quick]
 
-Dropout is off, because the two draw their noise differently; other settings are the defaults. A third run without the bank shows
-how much other rows in the loss change the curve. The plot is saved next to the JSON, as .svg.
+Dropout is off, because the two draw their noise differently; other settings are the defaults. A
+third run without the bank shows how much other rows in the loss change the curve. The plot is saved
+next to the JSON, as .svg.
 """
 
 import sys
@@ -15,7 +16,11 @@ from typing import Any
 
 from common import make_parser, model_folder, publish, table
 from datasets import Dataset
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
 from sentence_transformers.base.sampler import DefaultBatchSampler
 from torch.utils.data import SequentialSampler
 
@@ -38,7 +43,9 @@ class InOrder(DefaultBatchSampler):
         super().__init__(SequentialSampler(dataset), **options)
 
 
-def own_config(model: Path, data: str, output: Path, steps: int, lengths: dict[str, int]) -> TrainConfig:
+def own_config(
+    model: Path, data: str, output: Path, steps: int, lengths: dict[str, int]
+) -> TrainConfig:
     config = TrainConfig(method="cont_accum", output_dir=str(output))
     config.model.name, config.data.train, config.data.repair = str(model), data, True
     config.model.max_query_length, config.model.max_passage_length = lengths.values()
@@ -61,12 +68,16 @@ def pairs_of(config: TrainConfig) -> list[dict[str, str]]:
         for batch in batches.step(step):
             for query, (own, *_) in zip(batch.query_ids, batch.ids.columns.tolist(), strict=True):
                 row = passages[own]
-                found.append({"query": texts[query], "positive": f"{row['title']} {row['text']}".strip()})
+                found.append(
+                    {"query": texts[query], "positive": f"{row['title']} {row['text']}".strip()}
+                )
     engine.close()
     return found
 
 
-def trainers_losses(model: Path, pairs: list[dict[str, str]], output: Path, steps: int, **bank: Any) -> list[float]:
+def trainers_losses(
+    model: Path, pairs: list[dict[str, str]], output: Path, steps: int, **bank: Any
+) -> list[float]:
     """Return the losses that the trainer logs, step by step."""
     encoder = SentenceTransformer(str(model), device="cpu")
     loss = ContAccumLoss(encoder, **bank)
@@ -77,7 +88,11 @@ def trainers_losses(model: Path, pairs: list[dict[str, str]], output: Path, step
         disable_tqdm=True,
     )  # fmt: skip
     trainer = SentenceTransformerTrainer(
-        model=encoder, args=args, train_dataset=Dataset.from_list(pairs), loss=loss, callbacks=[ContAccumCallback(loss)]
+        model=encoder,
+        args=args,
+        train_dataset=Dataset.from_list(pairs),
+        loss=loss,
+        callbacks=[ContAccumCallback(loss)],
     )
     with redirect_stdout(sys.stderr):  # it prints what it logs
         trainer.train()
@@ -90,7 +105,13 @@ def plot(curves: dict[str, list[float]], path: Path) -> None:
     figure = Figure(figsize=(6, 3.4), layout="constrained")
     axes = figure.subplots()
     for (name, losses), style in zip(curves.items(), ("-", ":", "--"), strict=True):
-        axes.plot(range(1, len(losses) + 1), losses, style, label=name, linewidth=3 if style == ":" else 1.5)
+        axes.plot(
+            range(1, len(losses) + 1),
+            losses,
+            style,
+            label=name,
+            linewidth=3 if style == ":" else 1.5,
+        )
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.legend(frameon=False)
@@ -103,7 +124,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     steps = 2 if args.quick else args.steps
-    lengths = {"max_query_length": 16 if args.quick else 32, "max_passage_length": 32 if args.quick else 64}
+    lengths = {
+        "max_query_length": 16 if args.quick else 32,
+        "max_passage_length": 32 if args.quick else 64,
+    }
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -119,16 +143,27 @@ def main() -> None:
         curves = {
             "contaccum train": [line["loss"] for line in read_log(folder / "own")],
             "SentenceTransformerTrainer": trainers_losses(start, pairs, folder / "theirs", steps),
-            "the same without the bank": trainers_losses(start, pairs, folder / "without", steps, bank_size=0),
+            "the same without the bank": trainers_losses(
+                start, pairs, folder / "without", steps, bank_size=0
+            ),
         }
     own, theirs, without = curves.values()
     apart = max(abs(a - b) for a, b in zip(own, theirs, strict=True))
-    rows = [[str(step + 1), *(f"{losses[step]:.5f}" for losses in curves.values())] for step in range(steps)]
+    rows = [
+        [str(step + 1), *(f"{losses[step]:.5f}" for losses in curves.values())]
+        for step in range(steps)
+    ]
     about = (
-        f"N = {N}, B = {B}, a bank of {N} rows, {steps} steps. Largest difference of the first two curves {apart:.1e}; of "
+        f"N = {N}, B = {B}, a bank of {N} rows, {steps} steps. Largest difference of the first two "
+        f"curves {apart:.1e}; of "
         f"the first and the last {max(abs(a - b) for a, b in zip(own, without, strict=True)):.2f}."
     )
-    publish(args, "ContAccumLoss over our own loop", [about, table(["step", *curves], rows)], {"losses": curves})
+    publish(
+        args,
+        "ContAccumLoss over our own loop",
+        [about, table(["step", *curves], rows)],
+        {"losses": curves},
+    )
     if args.json:
         plot(curves, args.json.with_suffix(".svg"))
 

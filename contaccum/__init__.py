@@ -1,7 +1,7 @@
 """Train dense retrievers under a fixed memory budget, and compare the methods.
 
-Use the package as a library with ``from contaccum import DualEncoder, TrainConfig, train, evaluate, search``. Each
-name is imported from its module at the first use, so ``import contaccum`` is fast.
+Use the package as a library with ``from contaccum import DualEncoder, TrainConfig, train, evaluate,
+search``. Each name is imported from its module at the first use, so ``import contaccum`` is fast.
 """
 
 from importlib import import_module

@@ -10,7 +10,8 @@ from torch import Tensor
 NO_PASSAGE = -1
 """Padding value in RowIds.positives. No passage has this id."""
 MISSING = -2
-"""Padding value in RowIds.columns, for a query with fewer than H hard negatives. No passage has this id."""
+"""Padding value in RowIds.columns, for a query with fewer than H hard negatives. No passage has
+this id."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,9 @@ class Tokens:
 
     input_ids: Tensor  # (n, length) int64
     attention_mask: Tensor  # (n, length) int64, 0 at padding
-    host_mask: Tensor | None = None  # attention_mask on the CPU, to read lengths without waiting for the device
+    host_mask: Tensor | None = (
+        None  # attention_mask on the CPU, to read lengths without waiting for the device
+    )
 
     def to(self, device: torch.device) -> "Tokens":
         """Return the texts on ``device``. The copy does not block the CPU."""
@@ -37,7 +40,10 @@ class Tokens:
 
     @staticmethod
     def join(parts: "list[Tokens]", pad_id: int, side: str) -> "Tokens":
-        """Concatenate the texts of all ``parts``. Pad them on ``side`` (left or right) to the length of the longest text."""
+        """Concatenate the texts of all ``parts``.
+
+        Pad them on ``side`` (left or right) to the length of the longest text.
+        """
         length = max(part.input_ids.shape[1] for part in parts)
 
         def widened(rows: Tensor, value: int) -> Tensor:
@@ -57,11 +63,13 @@ class Tokens:
 
 
 def token_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Group texts into batches of at most ``budget`` tokens, including padding. Yield the text indices of each batch.
+    """Group texts into batches of at most ``budget`` tokens, including padding.
 
-    lengths: number of tokens of each text. Texts are sorted by length, so that batches have little padding. The longest texts
-    come first, so that a budget too large for the memory fails in the first batch. A text with more than ``budget`` tokens is a
-    batch by itself.
+    Yield the text indices of each batch.
+
+    lengths: number of tokens of each text. Texts are sorted by length, so that batches have little
+    padding. The longest texts come first, so that a budget too large for the memory fails in the
+    first batch. A text with more than ``budget`` tokens is a batch by itself.
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     start = 0
@@ -79,12 +87,17 @@ ONE_TOKEN = Tokens(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=t
 class RowIds:
     """Passage ids for each query: one positive and the hard negatives (``columns``), and all known positives (``positives``).
 
-    Optional: teacher scores of the passages in ``columns``, and the row number of each query in the training set.
+    Optional: teacher scores of the passages in ``columns``, and the row number of each query in the
+    training set.
     """
 
-    columns: Tensor  # (b, 1 + H) int64: the positive of each query, then its hard negatives, padded with MISSING
-    positives: Tensor  # (b, P) int64: all passages known to be relevant for each query, padded with NO_PASSAGE
-    teacher: Tensor | None = None  # (b, 1 + H) float32: scores of the passages by a teacher, NaN for a missing score
+    # (b, 1 + H) int64: the positive of each query, then its hard negatives, padded with MISSING
+    columns: Tensor
+    # (b, P) int64: all passages known to be relevant for each query, padded with NO_PASSAGE
+    positives: Tensor
+    teacher: Tensor | None = (
+        None  # (b, 1 + H) float32: scores of the passages by a teacher, NaN for a missing score
+    )
     queries: Tensor | None = None  # (b,) int64: row number of each query in the training set
 
     def __getitem__(self, rows: slice | Tensor) -> "RowIds":
@@ -104,7 +117,9 @@ class RowIds:
 
 
 Rows = tuple[Tensor, Tensor, RowIds]
-"""n queries with their passages: (query embeddings (n, d), passage embeddings (n, 1 + H, d), ids)."""
+"""n queries with their passages: (query embeddings (n, d), passage embeddings (n, 1 + H, d),
+ids).
+"""
 
 
 def concatenate(parts: Sequence[Rows]) -> Rows:
@@ -117,9 +132,10 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
 class MicroBatch:
     """Input of one forward pass of one process: B queries with 1 + H passages each.
 
-    H is the number of hard negatives per query. ``ids`` has the ids of the b = W * B pairs of all W processes, in rank order.
-    Every process computes the pairs of a step from the seed and the step number, so processes need not exchange ``ids``.
-    ``query_ids`` are the ids of the queries of this process, for error messages.
+    H is the number of hard negatives per query. ``ids`` has the ids of the b = W * B pairs of all W
+    processes, in rank order. Every process computes the pairs of a step from the seed and the step
+    number, so processes need not exchange ``ids``. ``query_ids`` are the ids of the queries of this
+    process, for error messages.
     """
 
     queries: Tokens  # (B, length)
@@ -128,8 +144,13 @@ class MicroBatch:
     query_ids: list[str]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Return a copy whose texts are on ``device``. The ids stay on the CPU, where masks are computed."""
-        return MicroBatch(self.queries.to(device), self.passages.to(device), self.ids, self.query_ids)
+        """Return a copy whose texts are on ``device``.
+
+        The ids stay on the CPU, where masks are computed.
+        """
+        return MicroBatch(
+            self.queries.to(device), self.passages.to(device), self.ids, self.query_ids
+        )
 
     def pinned(self) -> "MicroBatch":
         """Return a copy whose texts are in page-locked memory."""

@@ -28,7 +28,9 @@ from contaccum.errors import Failed, InputError, in_one_line, printable, without
 from contaccum.runtime.files import cache_folder
 
 ROWS, QUERIES, WIDTH, K = 1000, 16, 64, 10  # size of the test searches
-TOLERANCE = 1e-3  # maximum error of a score; TF32 causes smaller errors, a wrong kernel larger errors
+TOLERANCE = (
+    1e-3  # maximum error of a score; TF32 causes smaller errors, a wrong kernel larger errors
+)
 FLASH_TOLERANCE = 1e-2  # maximum error of a value that flash-attn computes in half precision
 FAISS_SECONDS = 180
 NETWORK_SECONDS = 3
@@ -42,7 +44,8 @@ class Diagnosis:
     """Result of one check of the installation."""
 
     state: Literal["ok", "note", "broken"]
-    """note: the installation works with a limitation. broken: a command fails or gives wrong results."""
+    """note: the installation works with a limitation. broken: a command fails or gives wrong
+    results."""
     subject: str  # checked part of the installation
     found: str  # text for the user
     advice: str = ""  # how to fix the problem; empty if there is no advice
@@ -75,7 +78,9 @@ def doctor(say: Callable[[str], None]) -> None:
 
 def diagnose() -> Iterator[Diagnosis]:
     """Run all checks one by one, and yield the result of each check."""
-    yield Diagnosis("ok", "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield Diagnosis(
+        "ok", "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    )
     requirements = (metadata.requires("contaccum") or []) if _version("contaccum") else []
     yield packages(requirements)
     yield extras(requirements)
@@ -120,7 +125,9 @@ def packages(requirements: list[str]) -> Diagnosis:
             shown.append(f"{need.name} {version}")
     if wrong:
         command = "pip install " + " ".join(f"'{entry.split(' (')[0]}'" for entry in wrong)
-        return Diagnosis("broken", "packages", f"missing or wrong version: {', '.join(wrong)}", command)
+        return Diagnosis(
+            "broken", "packages", f"missing or wrong version: {', '.join(wrong)}", command
+        )
     return Diagnosis("ok", "packages", ", ".join(shown))
 
 
@@ -133,7 +140,10 @@ def extras(requirements: list[str]) -> Diagnosis:
                 needed.setdefault(extra, []).append(need.name)
     missing = [extra for extra, names in needed.items() if not all(map(_version, names))]
     if missing:
-        advice = f"pip install 'contaccum[{','.join(missing)}]' if you need the options that require these extras"
+        advice = (
+            f"pip install 'contaccum[{','.join(missing)}]' if you need the options that "
+            "require these extras"
+        )
         return Diagnosis("note", "extras", f"not installed: {', '.join(missing)}", advice)
     return Diagnosis("ok", "extras", ", ".join(needed))
 
@@ -149,7 +159,10 @@ def torch_build(gpus: list[str]) -> Diagnosis:
     found = f"{version} finds no GPU, but /dev/nvidia0 exists"
     if torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return Diagnosis("note", "torch", found, "unset CUDA_VISIBLE_DEVICES, which hides all GPUs")
-    advice = "install torch for the CUDA version that nvidia-smi shows: https://pytorch.org/get-started/locally/"
+    advice = (
+        "install torch for the CUDA version that nvidia-smi shows: "
+        "https://pytorch.org/get-started/locally/"
+    )
     return Diagnosis("broken", "torch", found, advice)
 
 
@@ -163,7 +176,10 @@ def torch_search(device: str) -> Diagnosis:
             free, total = torch.cuda.mem_get_info(device)
             major, minor = torch.cuda.get_device_capability(device)
             bf16 = "bf16" if major >= 8 else "no bf16 (set run.precision to fp16)"
-            name += f", {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}, {bf16}"
+            name += (
+                f", {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}, "
+                f"{bf16}"
+            )
             name += f", {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         queries, passages = (torch.from_numpy(vectors).to(device) for vectors in sample_vectors())
         top = (queries @ passages.T).topk(K)
@@ -216,19 +232,33 @@ def flash_attention(gpus: list[str]) -> Diagnosis:
         return Diagnosis("ok", subject, "not installed; `model.attention auto` does not need it")
     try:
         import flash_attn  # type: ignore[import-not-found]
-    except Exception as failure:  # flash-attn built for another version of torch may raise any error
-        return Diagnosis("note", subject, in_one_line(failure), f"install flash-attn for this torch, or {advice}")
+    except (
+        Exception
+    ) as failure:  # flash-attn built for another version of torch may raise any error
+        return Diagnosis(
+            "note", subject, in_one_line(failure), f"install flash-attn for this torch, or {advice}"
+        )
     if not gpus:
-        return Diagnosis("note", subject, f"{flash_attn.__version__}, cannot run without a GPU", advice)
+        return Diagnosis(
+            "note", subject, f"{flash_attn.__version__}, cannot run without a GPU", advice
+        )
     import torch
 
-    inputs = torch.randn(3, 2, 32, 4, 64, generator=torch.Generator().manual_seed(0)).half().to(gpus[0])
-    expected = torch.nn.functional.scaled_dot_product_attention(*inputs.transpose(2, 3)).transpose(1, 2)
+    inputs = (
+        torch.randn(3, 2, 32, 4, 64, generator=torch.Generator().manual_seed(0)).half().to(gpus[0])
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(*inputs.transpose(2, 3)).transpose(
+        1, 2
+    )
     try:
         difference = float((flash_attn.flash_attn_func(*inputs) - expected).abs().max())
     except RuntimeError as failure:
-        return Diagnosis("note", subject, in_one_line(failure), f"install flash-attn for this GPU, or {advice}")
-    found = f"{flash_attn.__version__}, maximum difference from PyTorch's attention {difference:.0e}"
+        return Diagnosis(
+            "note", subject, in_one_line(failure), f"install flash-attn for this GPU, or {advice}"
+        )
+    found = (
+        f"{flash_attn.__version__}, maximum difference from PyTorch's attention {difference:.0e}"
+    )
     if difference <= FLASH_TOLERANCE:
         return Diagnosis("ok", subject, found)
     return Diagnosis("note", subject, f"{found}; expected at most {FLASH_TOLERANCE:.0e}", advice)
@@ -237,14 +267,26 @@ def flash_attention(gpus: list[str]) -> Diagnosis:
 def faiss() -> Iterator[Diagnosis]:
     """Check searches with faiss on the CPU and on each GPU, in a child process that imports torch first."""
     if find_spec("faiss") is None:
-        advice = "pip install 'contaccum[cpu]', or, for a GPU, pip install faiss-gpu-cu12; exact search also works without faiss"
-        yield Diagnosis("note", "faiss", "not installed; exact search uses torch, and --factory does not work", advice)
+        advice = (
+            "pip install 'contaccum[cpu]', or, for a GPU, pip install faiss-gpu-cu12; exact "
+            "search also works without faiss"
+        )
+        yield Diagnosis(
+            "note",
+            "faiss",
+            "not installed; exact search uses torch, and --factory does not work",
+            advice,
+        )
         return
     command = [sys.executable, "-W", "ignore", "-m", "contaccum.doctor"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=FAISS_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=FAISS_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
-        yield Diagnosis("broken", "faiss", f"no answer in {FAISS_SECONDS} s", "search with --backend torch")
+        yield Diagnosis(
+            "broken", "faiss", f"no answer in {FAISS_SECONDS} s", "search with --backend torch"
+        )
         return
     if done.returncode:
         reason = f"exit code {done.returncode}"
@@ -252,14 +294,20 @@ def faiss() -> Iterator[Diagnosis]:
             reason = f"crashed with signal {-done.returncode}"
         lines = done.stderr.split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "no message")
-        advice = "install torch and faiss both with pip or both with conda, so that they use the same OpenMP runtime"
+        advice = (
+            "install torch and faiss both with pip or both with conda, so that they use the "
+            "same OpenMP runtime"
+        )
         yield Diagnosis("broken", "faiss", f"{reason}: {last[:300]}", advice)
         return
     about = json.loads(done.stdout.splitlines()[-1])  # a library may print lines before
     build = f"{about['version']}, {' '.join(about['options'])}, {about['gpus']} GPUs"
     for place, result in about["errors"].items():
         if isinstance(result, str):
-            advice = "this build does not support the GPU: install faiss-gpu-cu12, or search with --backend torch"
+            advice = (
+                "this build does not support the GPU: install faiss-gpu-cu12, or search with "
+                "--backend torch"
+            )
             yield Diagnosis("broken", f"faiss {place}", f"{build}: {result}", advice)
         else:
             advice = "install another build, or search with --backend torch"
@@ -267,7 +315,9 @@ def faiss() -> Iterator[Diagnosis]:
 
 
 def try_faiss() -> dict[str, Any]:
-    """Search with faiss, after importing torch. This function runs in the child process of ``faiss``.
+    """Search with faiss, after importing torch.
+
+    This function runs in the child process of ``faiss``.
 
     Returns version, build options and number of GPUs, and in ``errors`` the maximum error of the
     scores for the CPU and each GPU, or the error message of a GPU that failed.
@@ -286,11 +336,16 @@ def try_faiss() -> dict[str, Any]:
 
 def threads() -> Diagnosis:
     """Report the number of cores and OMP_NUM_THREADS. Warn if KMP_DUPLICATE_LIB_OK is set."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     text = f"{cores} cores, OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}"
     if "KMP_DUPLICATE_LIB_OK" not in os.environ:
         return Diagnosis("ok", "threads", text)
-    advice = "unset this variable: with it, two OpenMP runtimes in one process can silently give wrong results"
+    advice = (
+        "unset this variable: with it, two OpenMP runtimes in one process can silently give "
+        "wrong results"
+    )
     return Diagnosis("note", "threads", f"{text}, KMP_DUPLICATE_LIB_OK is set", advice)
 
 
@@ -301,14 +356,24 @@ def memory() -> Diagnosis:
     """
     machine = psutil.virtual_memory()
     sizes = [(machine.available, machine.total, "machine")]
-    with suppress(OSError, ValueError):  # errors if the machine has no control groups (version 2), or no memory limit
-        limit, used, stat = ((CONTROL_GROUP / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
+    with suppress(
+        OSError, ValueError
+    ):  # errors if the machine has no control groups (version 2), or no memory limit
+        limit, used, stat = (
+            (CONTROL_GROUP / f"memory.{name}").read_text() for name in ("max", "current", "stat")
+        )
         cached = sum(map(int, re.findall(r"^(?:in)?active_file (\d+)$", stat, re.MULTILINE)))
         sizes.append((max(0, int(limit) - int(used) + cached), int(limit), "control group"))
     free, total, where = min(sizes)
     text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free ({where})"
-    advice = "`contaccum plan` estimates what fits; a smaller batch.micro_batch_size needs less memory"
-    return Diagnosis("note", "memory", text, advice) if free < LOW_MEMORY else Diagnosis("ok", "memory", text)
+    advice = (
+        "`contaccum plan` estimates what fits; a smaller batch.micro_batch_size needs less memory"
+    )
+    return (
+        Diagnosis("note", "memory", text, advice)
+        if free < LOW_MEMORY
+        else Diagnosis("ok", "memory", text)
+    )
 
 
 def disks() -> Iterator[Diagnosis]:
@@ -321,12 +386,17 @@ def disks() -> Iterator[Diagnosis]:
     with suppress(ImportError):  # packages() reports a missing package
         from huggingface_hub import constants
 
-        yield _disk("hub cache", Path(constants.HF_HUB_CACHE), "set HF_HOME to a folder on another disk")
+        yield _disk(
+            "hub cache", Path(constants.HF_HUB_CACHE), "set HF_HOME to a folder on another disk"
+        )
     yield _disk("temporary", Path(tempfile.gettempdir()), "set TMPDIR to a folder on another disk")
 
 
 def _disk(name: str, folder: Path, advice: str) -> Diagnosis:
-    """Check whether a folder is writable and has free space. If the folder is missing, check its nearest existing parent."""
+    """Check whether a folder is writable and has free space.
+
+    If the folder is missing, check its nearest existing parent.
+    """
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     try:
         tempfile.TemporaryFile(dir=existing).close()
@@ -338,7 +408,10 @@ def _disk(name: str, folder: Path, advice: str) -> Diagnosis:
 
 
 def network() -> Diagnosis:
-    """Check whether the Hub answers. If not, return only a note, because local data and models work without the Hub."""
+    """Check whether the Hub answers.
+
+    If not, return only a note, because local data and models work without the Hub.
+    """
     try:
         from huggingface_hub import constants
     except ImportError as error:
@@ -346,12 +419,17 @@ def network() -> Diagnosis:
     endpoint = constants.ENDPOINT
     advice = "use local folders instead of Hub names, and set HF_HUB_OFFLINE=1 to avoid waiting"
     if constants.is_offline_mode():
-        found = "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; encoders and data sets are read from the cache only"
+        found = (
+            "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; encoders and data sets are read "
+            "from the cache only"
+        )
         return Diagnosis("note", "network", found)
     try:
         status = requests.head(endpoint, timeout=NETWORK_SECONDS, allow_redirects=False).status_code
     except requests.RequestException as error:
-        return Diagnosis("note", "network", f"{endpoint} does not answer ({type(error).__name__})", advice)
+        return Diagnosis(
+            "note", "network", f"{endpoint} does not answer ({type(error).__name__})", advice
+        )
     refused = Diagnosis("note", "network", f"{endpoint} answers {status}", advice)
     return refused if status >= 400 else Diagnosis("ok", "network", f"{endpoint} answers")
 

@@ -4,12 +4,17 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters except tab and line feed
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)  # all control characters except tab and line feed
 _LOGIN = re.compile(r"(?<=://)[^/?#@\s]+@")  # user name and password, or a token, in a URL
 
 
 class InputError(ValueError):
-    """Bad input or bad configuration. The message says where the fault is, what was found, and what was expected."""
+    """Bad input or bad configuration.
+
+    The message says where the fault is, what was found, and what was expected.
+    """
 
     exit_code = 2
 
@@ -20,7 +25,9 @@ def in_one_line(error: BaseException) -> str:
     The class name comes first for errors such as KeyError, whose message alone is unclear.
     """
     words, kind = " ".join(str(error).split())[:300], type(error).__name__
-    needs_class = isinstance(error, LookupError | TypeError | AttributeError | ArithmeticError | AssertionError)
+    needs_class = isinstance(
+        error, LookupError | TypeError | AttributeError | ArithmeticError | AssertionError
+    )
     return f"{kind}: {words}" if words and needs_class else words or kind
 
 
@@ -36,12 +43,15 @@ def without_logins(text: str) -> str:
 
 @contextmanager
 def library_errors(
-    problem: str, *kinds: type[BaseException], fix: str = "", reason: Callable[[BaseException], str] = in_one_line
+    problem: str,
+    *kinds: type[BaseException],
+    fix: str = "",
+    reason: Callable[[BaseException], str] = in_one_line,
 ) -> Iterator[None]:
     """Convert library errors that are raised inside the ``with`` block to InputError.
 
-    The new message is ``problem``, then the library's message in brackets, then ``fix``. kinds: classes to convert.
-    reason: function that returns the library's message, given the error.
+    The new message is ``problem``, then the library's message in brackets, then ``fix``. kinds:
+    classes to convert. reason: function that returns the library's message, given the error.
     """
     try:
         yield
@@ -52,13 +62,17 @@ def library_errors(
 
 
 class NotFiniteError(InputError):
-    """An embedding, a loss or a gradient is NaN or infinite. In a training run, the message names the step."""
+    """An embedding, a loss or a gradient is NaN or infinite.
+
+    In a training run, the message names the step.
+    """
 
 
 class Interrupted(BaseException):
     """A signal stopped the command. A training run saves a checkpoint before it raises this error.
 
-    This is a BaseException, like KeyboardInterrupt, because some libraries catch every Exception and try again.
+    This is a BaseException, like KeyboardInterrupt, because some libraries catch every Exception
+    and try again.
     """
 
     KEYBOARD = 130  # exit code after Ctrl-C

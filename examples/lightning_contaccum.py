@@ -1,10 +1,11 @@
 """Train a retriever with Lightning and a dual memory bank: batches of 8 pairs, compared with the 128 pairs before them.
 
-    pip install '.[lightning]'
-    python examples/lightning_contaccum.py --model sentence-transformers/all-MiniLM-L6-v2 --data pairs.jsonl
+    pip install '.[lightning]' python examples/lightning_contaccum.py --model
+    sentence-transformers/all-MiniLM-L6-v2 --data pairs.jsonl
 
-Each line of the file has two columns, a query and its passage. The lines that contaccum adds to a Lightning module are marked.
-The result is a folder of transformers, which SentenceTransformer and `contaccum evaluate --model` load.
+Each line of the file has two columns, a query and its passage. The lines that contaccum adds to a
+Lightning module are marked. The result is a folder of transformers, which SentenceTransformer and
+`contaccum evaluate --model` load.
 """
 
 import argparse
@@ -34,8 +35,13 @@ class Retriever(LightningModule):
         return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
     def training_step(self, batch: dict, index: int) -> Tensor:
-        queries, passages = self.encode(batch["queries"]), self.encode(batch["passages"])  # (B, d) each
-        loss = self.bank_loss(queries, passages.unsqueeze(1), batch["ids"], training=True)  # 3: (B, 1, d), (B, 1)
+        queries, passages = (
+            self.encode(batch["queries"]),
+            self.encode(batch["passages"]),
+        )  # (B, d) each
+        loss = self.bank_loss(
+            queries, passages.unsqueeze(1), batch["ids"], training=True
+        )  # 3: (B, 1, d), (B, 1)
         self.log("loss", loss, prog_bar=True, batch_size=len(queries))
         return loss
 
@@ -43,9 +49,13 @@ class Retriever(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=2e-5)
 
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--model", required=True, help="name or folder of an encoder of transformers")
-parser.add_argument("--data", required=True, help="JSONL file with a query and its passage on each line")
+parser.add_argument(
+    "--data", required=True, help="JSONL file with a query and its passage on each line"
+)
 parser.add_argument("--output", default="runs/lightning")
 parser.add_argument("--max_steps", type=int, default=100)
 given = parser.parse_args()
@@ -61,7 +71,9 @@ number = {
 def collate(rows: list[dict]) -> dict:
     def tokens(column: str) -> dict[str, Tensor]:
         texts = [row[column] for row in rows]
-        return dict(tokenizer(texts, padding=True, truncation=True, max_length=128, return_tensors="pt"))
+        return dict(
+            tokenizer(texts, padding=True, truncation=True, max_length=128, return_tensors="pt")
+        )
 
     ids = torch.tensor([[number[row[passage]]] for row in rows])  # (B, 1)
     return {"queries": tokens(query), "passages": tokens(passage), "ids": ids}
@@ -75,7 +87,9 @@ trainer = Trainer(
     default_root_dir=given.output,
     logger=False,
 )
-trainer.fit(module, DataLoader(pairs, batch_size=8, shuffle=True, drop_last=True, collate_fn=collate))
+trainer.fit(
+    module, DataLoader(pairs, batch_size=8, shuffle=True, drop_last=True, collate_fn=collate)
+)
 module.backbone.save_pretrained(f"{given.output}/final")
 tokenizer.save_pretrained(f"{given.output}/final")
 print(f"{given.output}/final")

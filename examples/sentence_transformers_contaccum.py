@@ -3,20 +3,27 @@
     pip install '.[sentence-transformers]'
     python examples/sentence_transformers_contaccum.py
 
-The three lines that differ from sentence-transformers' own training examples are marked. Pairs come from the Hub, or from a JSONL
-file whose first column is the query and whose second is its passage: --data pairs.jsonl.
+The three lines that differ from sentence-transformers' own training examples are marked. Pairs come
+from the Hub, or from a JSONL file whose first column is the query and whose second is its passage:
+--data pairs.jsonl.
 """
 
 import argparse
 from pathlib import Path
 
 from datasets import load_dataset
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
 from sentence_transformers.base.training_args import BatchSamplers
 
 from contaccum.integrations.sentence_transformers import ContAccumCallback, ContAccumLoss  # 1
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
 parser.add_argument("--data", default="sentence-transformers/natural-questions")
 parser.add_argument("--output", default="runs/sentence-transformers")
@@ -24,7 +31,11 @@ parser.add_argument("--max_steps", type=int, default=100)
 given = parser.parse_args()
 
 model = SentenceTransformer(given.model)
-files = {"path": "json", "data_files": given.data} if Path(given.data).is_file() else {"path": given.data}
+files = (
+    {"path": "json", "data_files": given.data}
+    if Path(given.data).is_file()
+    else {"path": given.data}
+)
 pairs = load_dataset(**files, split="train")
 
 loss = ContAccumLoss(model, temperature=0.05)  # 2

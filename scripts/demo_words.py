@@ -24,9 +24,12 @@ class Kind(NamedTuple):
 PLANTS = Kind(
     nouns=("plant", "herb", "wild flower"),
     passages=(
-        "{name} grows {a} and flowers {b}. Its {c} petals are visited by {d}. The root is good {e}, but the plant {f}.",
-        "{name} has {c} petals that open {b}. It is visited by {d} and grows {a}. It {f}, yet the root is good {e}.",
-        "Visited by {d}, {name} flowers {b} and grows {a}. The root is good {e}. Its petals are {c}, and it {f}.",
+        "{name} grows {a} and flowers {b}. Its {c} petals are visited by {d}. The root is good "
+        "{e}, but the plant {f}.",
+        "{name} has {c} petals that open {b}. It is visited by {d} and grows {a}. It {f}, yet the "
+        "root is good {e}.",
+        "Visited by {d}, {name} flowers {b} and grows {a}. The root is good {e}. Its petals are "
+        "{c}, and it {f}.",
     ),
     attributes={
         "a": Attribute(
@@ -113,9 +116,12 @@ PLANTS = Kind(
 MACHINES = Kind(
     nouns=("machine", "device", "apparatus"),
     passages=(
-        "The {name} engine {a}. It is driven by {b}, made of {c} and tended by {d}. At work it {e}; it fails {f}.",
-        "Made of {c} and driven by {b}, the {name} engine {a}. It is tended by {d}. It fails {f}, and at work it {e}.",
-        "Tended by {d}, the {name} engine {a}. At work it {e}. It is made of {c}, is driven by {b} and fails {f}.",
+        "The {name} engine {a}. It is driven by {b}, made of {c} and tended by {d}. At work it "
+        "{e}; it fails {f}.",
+        "Made of {c} and driven by {b}, the {name} engine {a}. It is tended by {d}. It fails {f}, "
+        "and at work it {e}.",
+        "Tended by {d}, the {name} engine {a}. At work it {e}. It is made of {c}, is driven by {b} "
+        "and fails {f}.",
     ),
     attributes={
         "a": Attribute(
@@ -202,9 +208,12 @@ MACHINES = Kind(
 TOWNS = Kind(
     nouns=("town", "settlement", "place"),
     passages=(
-        "{name} lies {a} and lives on {b}. Its {c} is known to all. It is ruled by {d}, feasts {e} and fears {f}.",
-        "Ruled by {d}, {name} lies {a}. It feasts {e}, is known for its {c}, lives on {b} and fears {f}.",
-        "{name} lives on {b} and fears {f}. It lies {a}, is ruled by {d} and feasts {e}. Travellers know its {c}.",
+        "{name} lies {a} and lives on {b}. Its {c} is known to all. It is ruled by {d}, feasts {e} "
+        "and fears {f}.",
+        "Ruled by {d}, {name} lies {a}. It feasts {e}, is known for its {c}, lives on {b} and "
+        "fears {f}.",
+        "{name} lives on {b} and fears {f}. It lies {a}, is ruled by {d} and feasts {e}. "
+        "Travellers know its {c}.",
     ),
     attributes={
         "a": Attribute(

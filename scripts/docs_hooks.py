@@ -24,18 +24,27 @@ def command_reference() -> str:
     """Return one section per command: usage, description, and a table of options with defaults."""
     text = [
         "# Commands",
-        "`contaccum COMMAND --help` shows the same. Every setting of a config file is listed under `contaccum train`, by its "
+        "`contaccum COMMAND --help` shows the same. Every setting of a config file is listed under "
+        "`contaccum train`, by its "
         "group.",
-        "Exit codes: 0 done; 2 the user's input, settings or disk; 1 anything else, or what was checked does not hold; 130 "
+        "Exit codes: 0 done; 2 the user's input, settings or disk; 1 anything else, or what was "
+        "checked does not hold; 130 "
         "Ctrl-C; 143 SIGTERM.",
     ]
     for name, command in COMMANDS.items():
-        text += [f"## contaccum {name}", command.description, f"    {command.usage % {'prog': f'contaccum {name}'}}"]
+        text += [
+            f"## contaccum {name}",
+            command.description,
+            f"    {command.usage % {'prog': f'contaccum {name}'}}",
+        ]
         for kind in command.kinds():
             if kind is not TrainConfig:
                 text += tables(kind, command)
         if name == "train":
-            text += ["`--config FILE` reads a YAML file with any of these settings.", *tables(TrainConfig, command)]
+            text += [
+                "`--config FILE` reads a YAML file with any of these settings.",
+                *tables(TrainConfig, command),
+            ]
         elif command.trains:
             text.append("Every setting of [contaccum train](#contaccum-train) can be given too.")
     return "\n\n".join(text) + "\n"
@@ -51,7 +60,9 @@ def tables(kind: Any, command: Command) -> list[str]:
         if is_dataclass(declared.type):
             prefix = f"{declared.name}."
             title = str(declared.type.__doc__).partition("\n")[0].rstrip(".")
-            inner = {name: each for name, each in train_settings().items() if name.startswith(prefix)}
+            inner = {
+                name: each for name, each in train_settings().items() if name.startswith(prefix)
+            }
             found += [f"**{declared.name}: {title}**", table(inner, texts)]
     return found
 
@@ -65,7 +76,10 @@ def table(settings: dict[str, Field], texts: dict[str, str]) -> str:
         if allowed := choices(declared.type):
             meaning += f" One of: {', '.join(allowed)}."
         option = name if declared.metadata.get("positional") else f"--{name}"
-        rows.append(f"| `{option}` | {meaning.replace('|', chr(92) + '|')} | {shown_default(name, declared)} |")
+        rows.append(
+            f"| `{option}` | {meaning.replace('|', chr(92) + '|')} | "
+            f"{shown_default(name, declared)} |"
+        )
     return "\n".join(rows)
 
 

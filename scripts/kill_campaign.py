@@ -1,7 +1,8 @@
 """Kill real runs at random moments (SIGKILL), restart them, and compare their results with an uninterrupted run.
 
-usage: python scripts/kill_campaign.py --seed 0 [--train 50] [--encode 20] [--compare 10] [--folder DIR]
-Prints a Markdown table; exit code 1 if a run ends with other bytes or a finished shard is encoded again.
+usage: python scripts/kill_campaign.py --seed 0 [--train 50] [--encode 20] [--compare 10] [--folder
+DIR] Prints a Markdown table; exit code 1 if a run ends with other bytes or a finished shard is
+encoded again.
 """
 
 import argparse
@@ -43,7 +44,8 @@ SET_UP_OVER = 0.8
 """Share of the kills that come behind the set-up, which is most of so short a run's life."""
 
 WITH_CHILDREN = 0.5
-"""Share of the kills that also hit the runs of a comparison; the others leave them to find out that they are alone."""
+"""Share of the kills that also hit the runs of a comparison; the others leave them to find out that
+they are alone."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +53,39 @@ class Verb:
     """One command of the campaign."""
 
     call: Callable[[Path, str], list[str]]
-    """Output folder and variant -> arguments; given again, the same call goes on with a broken run."""
+    """Output folder and variant -> arguments; given again, the same call goes on with a broken
+    run.
+    """
     variants: tuple[str, ...]
     results: tuple[str, ...]
-    """Patterns of the files, below the output folder, whose bytes must be those of the unbroken run."""
+    """Patterns of the files, below the output folder, whose bytes must be those of the unbroken
+    run."""
 
 
 def verbs(data: Path, model: Path, config: Path) -> dict[str, Verb]:
     def train(output: Path, method: str) -> list[str]:
-        return ["train", "--config", str(config), "--method", method, "--output_dir", str(output), "--resume"]
+        return [
+            "train",
+            "--config",
+            str(config),
+            "--method",
+            method,
+            "--output_dir",
+            str(output),
+            "--resume",
+        ]
 
     def encode(output: Path, kind: str) -> list[str]:
-        source = ["--model", str(model), "--input", str(data), "--kind", kind, "--output", str(output)]
+        source = [
+            "--model",
+            str(model),
+            "--input",
+            str(data),
+            "--kind",
+            kind,
+            "--output",
+            str(output),
+        ]
         return ["encode", *source, "--shard_size", "20", "--batch_tokens", "64"]
 
     def compare(output: Path, methods: str) -> list[str]:
@@ -79,7 +102,8 @@ def verbs(data: Path, model: Path, config: Path) -> dict[str, Verb]:
 def contaccum(arguments: list[str]) -> BaseProcess:
     """Start a call in a new process and session.
 
-    It is forked from this process, which has imported the libraries already; importing them takes longer than such a short run.
+    It is forked from this process, which has imported the libraries already; importing them takes
+    longer than such a short run.
     """
     process = get_context("fork").Process(target=run_verb, args=(arguments,))
     process.start()
@@ -106,13 +130,17 @@ def finish(arguments: list[str]) -> float:
 
 def checksums(output: Path, patterns: tuple[str, ...]) -> dict[str, str]:
     files = sorted(path for pattern in patterns for path in output.glob(pattern) if path.is_file())
-    return {str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def finished_shards(output: Path) -> dict[str, int]:
     """Return when each finished shard was written, in ns."""
     return {
-        path.name: path.with_suffix("").with_suffix(".npy").stat().st_mtime_ns for path in output.glob("*.shard.json")
+        path.name: path.with_suffix("").with_suffix(".npy").stat().st_mtime_ns
+        for path in output.glob("*.shard.json")
     }
 
 
@@ -170,20 +198,33 @@ def campaign(verb: Verb, kills: int, folder: Path, draw: random.Random) -> dict[
         before = finished_shards(output)
         finish(verb.call(output, variant))
         same = checksums(output, verb.results) == expected[variant]
-        lost += sum(finished_shards(output).get(name) != written for name, written in before.items())
+        lost += sum(
+            finished_shards(output).get(name) != written for name, written in before.items()
+        )
         equal += same
-        print(f"{number + 1}/{kills} {variant}: {'equal' if same else 'DIFFERS'}", file=sys.stderr, flush=True)
+        print(
+            f"{number + 1}/{kills} {variant}: {'equal' if same else 'DIFFERS'}",
+            file=sys.stderr,
+            flush=True,
+        )
     return {"kills": kills, "equal": equal, "lost": lost, "moments": moments}
 
 
 def write_corpus(folder: Path, passages: int = 400) -> None:
     """Write a small BEIR folder for training and encoding."""
     draw = random.Random(0)
-    words = [f"{first}{second}" for first in ("ba", "ko", "ri", "lu", "se") for second in ("mo", "ta", "ne", "li")]
+    words = [
+        f"{first}{second}"
+        for first in ("ba", "ko", "ri", "lu", "se")
+        for second in ("mo", "ta", "ne", "li")
+    ]
     texts = [" ".join(draw.choices(words, k=30)) for _ in range(passages)]
     (folder / "qrels").mkdir(parents=True)
     corpus = [{"_id": f"p{number}", "title": "", "text": text} for number, text in enumerate(texts)]
-    queries = [{"_id": f"q{number}", "text": " ".join(text.split()[:6])} for number, text in enumerate(texts)]
+    queries = [
+        {"_id": f"q{number}", "text": " ".join(text.split()[:6])}
+        for number, text in enumerate(texts)
+    ]
     for name, rows in (("corpus", corpus), ("queries", queries)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = "".join(f"q{number}\tp{number}\t1\n" for number in range(passages))
@@ -192,11 +233,15 @@ def write_corpus(folder: Path, passages: int = 400) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0, help="draws the moments")
     for name, kills in (("train", 50), ("encode", 20), ("compare", 10)):
         parser.add_argument(f"--{name}", type=int, default=kills, help=f"kills of {name}")
-    parser.add_argument("--folder", type=Path, help="where to work; a temporary folder when not given")
+    parser.add_argument(
+        "--folder", type=Path, help="where to work; a temporary folder when not given"
+    )
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="kills-"))
     os.environ["CONTACCUM_CACHE"] = str(folder / "cache")
@@ -207,14 +252,19 @@ def main() -> int:
     finish(table["train"].call(folder / "model", "grad_accum"))
     draw, right = random.Random(options.seed), True
     print(
-        "| verb | kills | in set-up | at work | while writing | equal to the unbroken run | finished shards made again |"
+        "| verb | kills | in set-up | at work | while writing | equal to the unbroken run | "
+        "finished shards made again |"
     )
     print("|---|---|---|---|---|---|---|")
     for name, verb in table.items():
         if kills := getattr(options, name):
             found = campaign(verb, kills, folder / name, draw)
-            parts = " | ".join(str(found["moments"][part]) for part in ("in set-up", "at work", "while writing"))
-            print(f"| {name} | {kills} | {parts} | {found['equal']} | {found['lost']} |", flush=True)
+            parts = " | ".join(
+                str(found["moments"][part]) for part in ("in set-up", "at work", "while writing")
+            )
+            print(
+                f"| {name} | {kills} | {parts} | {found['equal']} | {found['lost']} |", flush=True
+            )
             right = right and found["equal"] == kills and not found["lost"]
     return 0 if right else 1
 

@@ -3,12 +3,12 @@
 
     python scripts/make_api_docs.py OUTPUT
 
-A docstring's summary is the query, and the rest of the docstring is the only relevant passage. OUTPUT
-becomes a BEIR folder with the splits train, dev and test. Modules with the same name, such as
-scipy.linalg.blas and scipy.sparse.linalg.blas, are in the same split, because they often have similar
-docstrings. The installed source files are parsed, not imported, so that the pairs depend only on the
-versions of the packages: not on the device, the platform or the version of Python. The script prints
-these versions, the numbers of pairs, and a checksum of all files.
+A docstring's summary is the query, and the rest of the docstring is the only relevant passage.
+OUTPUT becomes a BEIR folder with the splits train, dev and test. Modules with the same name, such
+as scipy.linalg.blas and scipy.sparse.linalg.blas, are in the same split, because they often have
+similar docstrings. The installed source files are parsed, not imported, so that the pairs depend
+only on the versions of the packages: not on the device, the platform or the version of Python. The
+script prints these versions, the numbers of pairs, and a checksum of all files.
 
 The texts belong to the authors of numpy, scipy and torch (BSD licences).
 """
@@ -71,7 +71,11 @@ def literal(node: ast.expr) -> str | None:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         left, right = literal(node.left), literal(node.right)
         return None if left is None or right is None else left + right
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "format"
+    ):
         template = literal(node.func.value)
         return template and FORMAT_FIELD.sub("", template).replace("{{", "{").replace("}}", "}")
     return None
@@ -93,7 +97,11 @@ def docstrings(tree: ast.AST) -> Iterator[str]:
             if name in DOCSTRING_FUNCTIONS:
                 for argument in node.args:
                     # ("method", "docstring") for a method of a class
-                    last = argument.elts[-1] if isinstance(argument, ast.Tuple) and argument.elts else argument
+                    last = (
+                        argument.elts[-1]
+                        if isinstance(argument, ast.Tuple) and argument.elts
+                        else argument
+                    )
                     text = literal(last)
                     if text is not None and "\n" in text:
                         yield inspect.cleandoc(text)
@@ -102,7 +110,10 @@ def docstrings(tree: ast.AST) -> Iterator[str]:
 
 
 def pair(docstring: str) -> tuple[str, str] | None:
-    """Divide a docstring into query and passage. Return None if one of them is too short or too long."""
+    """Divide a docstring into query and passage.
+
+    Return None if one of them is too short or too long.
+    """
     text = MARKUP.sub(r"\1\2", PERCENT_FIELD.sub("", docstring))
     paragraphs = re.split(r"\n\s*\n", text.strip())
     if SIGNATURE.match(paragraphs[0]):
@@ -112,7 +123,10 @@ def pair(docstring: str) -> tuple[str, str] | None:
     first, *others = SENTENCE_END.split(" ".join(paragraphs[0].split()), maxsplit=1)
     query = first.strip()
     passage = " ".join(" ".join([*others, *paragraphs[1:]]).split())
-    if not MIN_QUERY_WORDS <= len(query.split()) <= MAX_QUERY_WORDS or len(passage.split()) < MIN_PASSAGE_WORDS:
+    if (
+        not MIN_QUERY_WORDS <= len(query.split()) <= MAX_QUERY_WORDS
+        or len(passage.split()) < MIN_PASSAGE_WORDS
+    ):
         return None
     if normalised(query) in normalised(passage):
         return None
@@ -133,7 +147,10 @@ def split_of(module: str) -> str:
 
 
 def make_pairs() -> list[tuple[str, str, str]]:
-    """Return (module, query, passage) for every docstring. Of equal queries or passages, keep the first."""
+    """Return (module, query, passage) for every docstring.
+
+    Of equal queries or passages, keep the first.
+    """
     pairs: list[tuple[str, str, str]] = []
     seen: set[str] = set()
     for package in PACKAGES:
@@ -155,9 +172,13 @@ def make_pairs() -> list[tuple[str, str, str]]:
 def write(folder: Path, pairs: list[tuple[str, str, str]]) -> str:
     """Write the BEIR folder. Return the SHA-256 of its files."""
     files = {"corpus.jsonl": "", "queries.jsonl": ""}
-    files |= {f"qrels/{split}.tsv": "query-id\tcorpus-id\tscore\n" for split in ("train", "dev", "test")}
+    files |= {
+        f"qrels/{split}.tsv": "query-id\tcorpus-id\tscore\n" for split in ("train", "dev", "test")
+    }
     for number, (module, query, passage) in enumerate(pairs):
-        files["corpus.jsonl"] += json.dumps({"_id": f"p{number}", "title": "", "text": passage}) + "\n"
+        files["corpus.jsonl"] += (
+            json.dumps({"_id": f"p{number}", "title": "", "text": passage}) + "\n"
+        )
         record = {"_id": f"q{number}", "text": query, "metadata": {"module": module}}
         files["queries.jsonl"] += json.dumps(record) + "\n"
         files[f"qrels/{split_of(module)}.tsv"] += f"q{number}\tp{number}\t1\n"
@@ -171,7 +192,9 @@ def write(folder: Path, pairs: list[tuple[str, str, str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", type=Path, help="folder to write; it must not exist")
     chosen = parser.parse_args()
     if chosen.output.exists():
@@ -181,7 +204,10 @@ def main() -> None:
     # the part after + is the build, such as cpu
     print(" ".join(f"{package}=={version(package).partition('+')[0]}" for package in PACKAGES))
     splits = [split_of(module) for module, _, _ in pairs]
-    print(f"{len(pairs)} pairs: " + ", ".join(f"{splits.count(split)} {split}" for split in ("train", "dev", "test")))
+    print(
+        f"{len(pairs)} pairs: "
+        + ", ".join(f"{splits.count(split)} {split}" for split in ("train", "dev", "test"))
+    )
     print(f"sha256 {checksum}")
 
 

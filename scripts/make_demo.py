@@ -1,8 +1,9 @@
 """Generates the demo set: paraphrased questions about thousands of similar plants, machines and towns.
 
-Every passage describes one invented thing by six attributes, and its neighbours share most of them. A question names three
-attributes, enough to identify one passage, half of them in other words than the passages use. Word overlap says little: a model
-has to learn which wordings mean the same, and to tell neighbours apart, which takes many negatives.
+Every passage describes one invented thing by six attributes, and its neighbours share most of them.
+A question names three attributes, enough to identify one passage, half of them in other words than
+the passages use. Word overlap says little: a model has to learn which wordings mean the same, and
+to tell neighbours apart, which takes many negatives.
 
     python scripts/make_demo.py        # writes data/demo and the gzipped package data in contaccum/data/demo
 
@@ -31,7 +32,28 @@ _VERBATIM = 0.5  # share of them named in the passages' own words
 
 _FRAMES = ("Which {noun} {what}?", "Name the {noun} that {what}.")
 
-_ONSETS = ("b", "br", "d", "dr", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "st", "t", "tr", "v", "w", "z")
+_ONSETS = (
+    "b",
+    "br",
+    "d",
+    "dr",
+    "f",
+    "g",
+    "h",
+    "k",
+    "l",
+    "m",
+    "n",
+    "p",
+    "r",
+    "s",
+    "st",
+    "t",
+    "tr",
+    "v",
+    "w",
+    "z",
+)
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "ou")
 _ENDS = ("l", "m", "n", "r", "th", "x", "nd", "rk")
 
@@ -97,7 +119,9 @@ def _name(dice: Dice, names: set[str]) -> str:
 def _passage(thing: Thing, dice: Dice) -> str:
     words = {
         letter: attribute.values[value][0]
-        for (letter, attribute), value in zip(thing.kind.attributes.items(), thing.values, strict=True)
+        for (letter, attribute), value in zip(
+            thing.kind.attributes.items(), thing.values, strict=True
+        )
     }
     text = dice.pick(thing.kind.passages).format(name=thing.name, **words)
     return text[0].upper() + text[1:]
@@ -161,7 +185,8 @@ def demo_files() -> dict[str, str]:
     questions = [_question(things[number], places, dice) for number, places in asked]
     files = {
         "corpus.jsonl": _lines(
-            {"_id": f"p{n}", "title": things[n].name, "text": text} for n, text in enumerate(passages)
+            {"_id": f"p{n}", "title": things[n].name, "text": text}
+            for n, text in enumerate(passages)
         ),
         "queries.jsonl": _lines({"_id": f"q{n}", "text": text} for n, text in enumerate(questions)),
     }
@@ -177,7 +202,10 @@ def main() -> None:
     root = Path(__file__).parent.parent
     for name, text in demo_files().items():
         content = text.encode("utf-8")
-        plain, packed = root / "data" / "demo" / name, root / "contaccum" / "data" / "demo" / f"{name}.gz"
+        plain, packed = (
+            root / "data" / "demo" / name,
+            root / "contaccum" / "data" / "demo" / f"{name}.gz",
+        )
         for path in (plain, packed):
             path.parent.mkdir(parents=True, exist_ok=True)
         plain.write_bytes(content)

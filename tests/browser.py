@@ -40,7 +40,9 @@ def opened(chromium: str, profile: Path) -> Iterator["Page"]:
         "--hide-scrollbars", f"--user-data-dir={profile}", "about:blank",
     )  # fmt: skip
     said = (profile.parent / "chromium.log").open("wb")
-    browser = subprocess.Popen(["bash", "-c", *call], pass_fds=(its_read, its_write), stdout=said, stderr=said)
+    browser = subprocess.Popen(
+        ["bash", "-c", *call], pass_fds=(its_read, its_write), stdout=said, stderr=said
+    )
     os.close(its_read)
     os.close(its_write)
     try:
@@ -65,7 +67,9 @@ class Page:
         """Errors on the console, exceptions, and requests that failed."""
         self.requests: list[str] = []
         """The addresses of all requests but data: and blob: ones."""
-        (target,) = [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
+        (target,) = [
+            t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"
+        ]
         attach = {"targetId": target["targetId"], "flatten": True}
         self._session = self.call("Target.attachToTarget", **attach)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
@@ -102,7 +106,9 @@ class Page:
 
     def _note(self, event: dict[str, Any]) -> None:
         method, found = event.get("method"), event.get("params", {})
-        if method == "Network.requestWillBeSent" and urlsplit(found["request"]["url"]).scheme not in ("data", "blob"):
+        if method == "Network.requestWillBeSent" and urlsplit(
+            found["request"]["url"]
+        ).scheme not in ("data", "blob"):
             self.requests.append(found["request"]["url"])
         elif method == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(found["exceptionDetails"]))
@@ -113,7 +119,9 @@ class Page:
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        found = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
@@ -121,7 +129,9 @@ class Page:
         """Return as soon as an expression is true."""
         end = time.monotonic() + PATIENCE
         while not self.run(f"Boolean({script})"):
-            assert time.monotonic() < end, f"{script} does not come true; the page reads: {self.text('body')[:2000]}"
+            assert time.monotonic() < end, (
+                f"{script} does not come true; the page reads: {self.text('body')[:2000]}"
+            )
             time.sleep(0.05)
 
     def open(self, address: str) -> None:
@@ -134,14 +144,17 @@ class Page:
 
     def texts(self, selector: str) -> list[str]:
         """The same of all of them."""
-        return self.run(f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.innerText)")
+        return self.run(
+            f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.innerText)"
+        )
 
     def click(self, selector: str) -> None:
         """A real click in the middle of an element, which is scrolled into sight."""
         find = f"document.querySelector({json.dumps(selector)})"
         self.wait(f"!!{find} && {find}.offsetParent !== null")
         box = self.run(
-            f"(() => {{ const e = {find}; e.scrollIntoView({{block: 'center'}}); const b = e.getBoundingClientRect();"
+            f"(() => {{ const e = {find}; e.scrollIntoView({{block: 'center'}}); const b = "
+            "e.getBoundingClientRect();"
             " return {x: b.x + b.width / 2, y: b.y + b.height / 2}; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
@@ -154,7 +167,12 @@ class Page:
         self.call("Input.insertText", text=text)
         for kind in ("keyDown", "keyUp"):
             self.call(
-                "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r"
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key="Enter",
+                code="Enter",
+                windowsVirtualKeyCode=13,
+                text="\r",
             )
 
     def look(self, width: int, height: int = 900, dark: bool = False) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from processes import python
 
-# one thread a process: tests run side by side, and threads that wait for a core cost more than they give
+# one thread a process: tests run side by side, and threads that wait for a core cost more than they
+# give
 os.environ["OMP_NUM_THREADS"] = "1"
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,7 +23,8 @@ LONGEST_FILES = (
     "test_compare.py",
     "test_documented.py",
 )
-"""Files whose acceptance tests take minutes. They start first, so that neither process waits for the other at the end."""
+"""Files whose acceptance tests take minutes. They start first, so that neither process waits for
+the other at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -73,7 +75,8 @@ def shared_data() -> Path:
     folder = Path(os.environ.get("CONTACCUM_TEST_DATA", ROOT.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(
-            f"no real data at {folder}; set CONTACCUM_TEST_DATA to a folder holding scifact, medquad and xquad-dpr"
+            f"no real data at {folder}; set CONTACCUM_TEST_DATA to a folder holding scifact, "
+            "medquad and xquad-dpr"
         )
     return folder
 

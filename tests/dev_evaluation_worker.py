@@ -18,7 +18,11 @@ def main(arguments: list[str]) -> None:
     data, output = arguments
     tokenizer.WINDOW = 8  # a small corpus has several windows
     engine = Engine(device="cpu")
-    changes = {"data.dev": data, "batch.micro_batch_size": 4 // engine.world, "run.metric": "ndcg@10"}
+    changes = {
+        "data.dev": data,
+        "batch.micro_batch_size": 4 // engine.world,
+        "run.metric": "ndcg@10",
+    }
     config = train_config(Path(data), Path(output), **changes)
     validate(config, engine.world)
     training = Training(config, engine)
@@ -32,4 +36,7 @@ def main(arguments: list[str]) -> None:
     DualEncoder.encode_passages = counted
     training.log.evaluation = lambda _, scores: metrics.update(scores)
     training.evaluate()
-    write_json(f"{output}.{engine.rank}.json", {"mean": metrics, "best": training.best, "encoded": sum(encoded)})
+    write_json(
+        f"{output}.{engine.rank}.json",
+        {"mean": metrics, "best": training.best, "encoded": sum(encoded)},
+    )

@@ -1,7 +1,8 @@
 """A job of test_processes.py: three steps of every method on real batches; gradients, losses and banks go to a file.
 
-arguments: DATA OUTPUT [REFERENCE]. Each step starts from the weights that it had in REFERENCE, the output of one process;
-else rounding, which weights take over from step to step, would be measured with the gradients.
+arguments: DATA OUTPUT [REFERENCE]. Each step starts from the weights that it had in REFERENCE, the
+output of one process; else rounding, which weights take over from step to step, would be measured
+with the gradients.
 """
 
 from pathlib import Path
@@ -42,7 +43,9 @@ def main(arguments: list[str]) -> None:
         found |= three_steps(method, Engine(device="cpu", replay_share=share), data, weights, label)
     for method in ("in_batch", "cont_accum"):
         lonely = three_steps(method, LonelyEngine(device="cpu"), data, weights)
-        found |= {f"{LONELY}/{name}": tensor for name, tensor in lonely.items() if "/bank/" not in name}
+        found |= {
+            f"{LONELY}/{name}": tensor for name, tensor in lonely.items() if "/bank/" not in name
+        }
     engine = Engine(device="cpu")
     found |= uneven_evaluation(engine, data) | sums(engine)
     save_file(found, f"{output}.{engine.rank}.safetensors")
@@ -52,7 +55,11 @@ def three_steps(
     method: str, engine: Engine, data: str, weights: dict[str, torch.Tensor], label: str = ""
 ) -> dict[str, torch.Tensor]:
     found, label = {}, label or method
-    changes = {"data.hard_negatives": 1, "batch.micro_batch_size": 4 // engine.world, "bank.size": 24}
+    changes = {
+        "data.hard_negatives": 1,
+        "batch.micro_batch_size": 4 // engine.world,
+        "bank.size": 24,
+    }
     config = train_config(Path(data), Path("unused"), method, **changes)
     validate(config, engine.world)
     train_set = open_train_set(data, "train", 1)
@@ -75,7 +82,9 @@ def three_steps(
         for name, gradient in gradients(encoder).items():
             found[f"{label}/{step}/gradient/{name}"] = gradient
         found[f"{label}/{step}/loss"] = torch.stack([value.value for value in values]).mean()
-        found[f"{label}/{step}/masked"] = torch.tensor(sum(value.statistics["masked"] for value in values))
+        found[f"{label}/{step}/masked"] = torch.tensor(
+            sum(value.statistics["masked"] for value in values)
+        )
         engine.update()
         bank.end_step()
     tensors, numbers = bank.state()
@@ -98,14 +107,19 @@ def uneven_evaluation(engine: Engine, data: str) -> dict[str, torch.Tensor]:
     texts = [f"the fox of valley {number}" for number in range(5)]
     found = {}
     for count in range(1, 6):
-        corpus = Dataset.from_dict({"id": texts[:count], "title": [""] * count, "text": texts[:count]})
+        corpus = Dataset.from_dict(
+            {"id": texts[:count], "title": [""] * count, "text": texts[:count]}
+        )
         run = Retriever.open(encoder, corpus, group=engine).search({"q": texts[0]}, count)
         found[f"passages/{count}"] = torch.tensor([dict(run["q"])[text] for text in texts[:count]])
     return found
 
 
 def sums(engine: Engine) -> dict[str, torch.Tensor]:
-    """Sums of tensors that need several messages, and sums of the gathered tensors. All numbers are whole: no rounding."""
+    """Sums of tensors that need several messages, and sums of the gathered tensors.
+
+    All numbers are whole: no rounding.
+    """
     random = torch.Generator().manual_seed(engine.rank)
     shapes = [(3, 4), (40,), (), (7,), (0, 3), (2, 2), (5, 2), (30, 2)]
     tensors = [torch.randint(-999, 999, shape, generator=random).float() for shape in shapes]
@@ -116,4 +130,8 @@ def sums(engine: Engine) -> dict[str, torch.Tensor]:
     processes.MESSAGE_BYTES = 64
     engine.sum(tensors)
     named = {"sum": tensors, "right": right, "own": own}
-    return {f"{name}/{number}": each.contiguous() for name, group in named.items() for number, each in enumerate(group)}
+    return {
+        f"{name}/{number}": each.contiguous()
+        for name, group in named.items()
+        for number, each in enumerate(group)
+    }

@@ -32,7 +32,9 @@ from contaccum.runtime.files import sha256_of
 VOCABULARY = 60
 
 
-def tiny_encoder(dropout: float = 0.0, tie: bool = False, similarity: str = "cosine", seed: int = 0) -> DualEncoder:
+def tiny_encoder(
+    dropout: float = 0.0, tie: bool = False, similarity: str = "cosine", seed: int = 0
+) -> DualEncoder:
     """Two one-layer towers, 32 wide."""
     torch.manual_seed(seed)
     config = BertConfig(
@@ -42,14 +44,19 @@ def tiny_encoder(dropout: float = 0.0, tie: bool = False, similarity: str = "cos
     tokenizer = wordpiece_tokenizer([], 5)  # special tokens only
     query = Tower(BertModel(config), tokenizer, "mean")
     passage = query if tie else Tower(BertModel(config), tokenizer, "mean")
-    settings = EncoderSettings(similarity=similarity, max_query_length=16, max_passage_length=16, tie_towers=tie)
+    settings = EncoderSettings(
+        similarity=similarity, max_query_length=16, max_passage_length=16, tie_towers=tie
+    )
     return DualEncoder(query, passage, settings)
 
 
 def micro_batches(
     count: int, pairs: int, hard_negatives: int = 0, passages: int = 1000, seed: int = 0
 ) -> list[MicroBatch]:
-    """Random tokens and passage ids; few ``passages`` make many false negatives. Every row knows its positive and one more."""
+    """Random tokens and passage ids; few ``passages`` make many false negatives.
+
+    Every row knows its positive and one more.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(rows: int, length: int) -> Tokens:
@@ -67,7 +74,9 @@ def micro_batches(
         columns[:, 1:][clash] += passages
         ids = RowIds(columns, torch.cat([columns[:, :1], other], dim=1))
         names = [f"q{i}" for i in range(pairs)]
-        batches.append(MicroBatch(tokens(pairs, 6), tokens(pairs * (1 + hard_negatives), 9), ids, names))
+        batches.append(
+            MicroBatch(tokens(pairs, 6), tokens(pairs * (1 + hard_negatives), 9), ids, names)
+        )
     return batches
 
 
@@ -76,10 +85,14 @@ def gradients(encoder: DualEncoder) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None}
 
 
-def make_bank(size: int, dim: int, loss: Loss, *, push: int, device: torch.device | None = None, **options) -> Bank:
+def make_bank(
+    size: int, dim: int, loss: Loss, *, push: int, device: torch.device | None = None, **options
+) -> Bank:
     """A bank for ``loss``; options: of BankOptions."""
     matryoshka = loss.matryoshka if isinstance(loss, Objective) else FULL_WIDTH
-    return MatryoshkaBank(size, dim, loss.similarity, BankOptions(**options), matryoshka, push=push, device=device)
+    return MatryoshkaBank(
+        size, dim, loss.similarity, BankOptions(**options), matryoshka, push=push, device=device
+    )
 
 
 def run_steps(
@@ -150,7 +163,13 @@ class SlowBank:
     def push(self, queries, passages, ids: RowIds) -> None:
         for i in range(len(queries)):
             known = set(ids.positives[i].tolist()) - {NO_PASSAGE}
-            row = (queries[i].detach(), list(passages[i].detach()), ids.columns[i].tolist(), known, self.step)
+            row = (
+                queries[i].detach(),
+                list(passages[i].detach()),
+                ids.columns[i].tolist(),
+                known,
+                self.step,
+            )
             self.rows.append(row)
         self.rows = self.rows[max(0, len(self.rows) - self.size) :]
 
@@ -209,9 +228,17 @@ def write_beir(folder: Path, queries: int = 40) -> Path:
     corpus, asked, train, dev = [], [], [], []
     for number in range(queries):
         colour, animal = colours[number % 5], animals[number % 8]
-        passage = {"_id": f"p{number}", "title": animal, "text": f"a {colour} {animal} lives in valley {number}"}
+        passage = {
+            "_id": f"p{number}",
+            "title": animal,
+            "text": f"a {colour} {animal} lives in valley {number}",
+        }
         corpus.append(json.dumps(passage))
-        asked.append(json.dumps({"_id": f"q{number}", "text": f"where is the {colour} {animal} of valley {number}"}))
+        asked.append(
+            json.dumps(
+                {"_id": f"q{number}", "text": f"where is the {colour} {animal} of valley {number}"}
+            )
+        )
         train.append(f"q{number}\tp{number}\t1")
         train.append(f"q{number}\tp{(number + 1) % queries}\t0")
         if number < 10:
@@ -230,12 +257,28 @@ def write_beir(folder: Path, queries: int = 40) -> Path:
 
 def write_uneven_beir(folder: Path, queries: int = 40) -> Path:
     """Write a BEIR folder as ``write_beir`` does, with passages of 8 to 29 words."""
-    words = ["near", "the", "old", "mill", "where", "snow", "falls", "late", "and", "few", "people", "ever", "pass"]
+    words = [
+        "near",
+        "the",
+        "old",
+        "mill",
+        "where",
+        "snow",
+        "falls",
+        "late",
+        "and",
+        "few",
+        "people",
+        "ever",
+        "pass",
+    ]
     write_beir(folder, queries)
     file = folder / "corpus.jsonl"
     passages = [json.loads(line) for line in file.read_text().splitlines()]
     for number, passage in enumerate(passages):
-        passage["text"] += "".join(f" {words[(number + 5 * place) % 13]}" for place in range(number * 7 % 22))
+        passage["text"] += "".join(
+            f" {words[(number + 5 * place) % 13]}" for place in range(number * 7 % 22)
+        )
     file.write_text("\n".join(map(json.dumps, passages)) + "\n", encoding="utf-8")
     return folder
 
@@ -273,7 +316,11 @@ def train_config(data: Path, output: Path, method: str = "cont_accum", **changes
         "run.keep_checkpoints": 10,
     } | changes
     if settings["model.name"] != "tiny":
-        settings = {name: value for name, value in settings.items() if name in changes or "tiny_" not in name}
+        settings = {
+            name: value
+            for name, value in settings.items()
+            if name in changes or "tiny_" not in name
+        }
     config = TrainConfig()
     for name, value in settings.items():
         *groups, field = name.split(".")
@@ -288,16 +335,22 @@ def train_config(data: Path, output: Path, method: str = "cont_accum", **changes
 def weights(run: Path) -> dict[str, str]:
     """Return the SHA-256 of every file of the trained model."""
     return {
-        str(path.relative_to(run)): sha256_of(path) for path in sorted((run / "model").rglob("*")) if path.is_file()
+        str(path.relative_to(run)): sha256_of(path)
+        for path in sorted((run / "model").rglob("*"))
+        if path.is_file()
     }
 
 
 def peak(run) -> int:
     """Return the peak of torch's memory during ``run``, in bytes above the start."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         run()
     held = most = 0
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         most = max(most, held)
@@ -308,7 +361,11 @@ def peak(run) -> int:
 
 
 def open_train_set(
-    path: str | Path, split: str = "train", hard_negatives: int = 0, scores: bool = False, **policy: int
+    path: str | Path,
+    split: str = "train",
+    hard_negatives: int = 0,
+    scores: bool = False,
+    **policy: int,
 ) -> TrainSet:
     return open_dataset(path, split, DataPolicy(**policy)).train_set(hard_negatives, scores)  # type: ignore[arg-type]
 

@@ -43,12 +43,18 @@ def main(arguments: list[str]) -> None:
         engine.no_grad_group_size = 2  # as on a GPU
         for step in range(2):
             engine.begin_step(step)
-            batches = together(sources, step) if engine.world == 1 else sources[engine.rank].step(step)
+            batches = (
+                together(sources, step) if engine.world == 1 else sources[engine.rank].step(step)
+            )
             values = METHODS[method](engine, batches, bank, loss)
             engine.reduce_gradients()
-            found |= {f"{method}/{step}/{name}": gradient for name, gradient in gradients(encoder).items()}
+            found |= {
+                f"{method}/{step}/{name}": gradient for name, gradient in gradients(encoder).items()
+            }
             found[f"{method}/{step}/loss"] = torch.stack([value.value for value in values]).mean()
-            found[f"{method}/{step}/sizes"] = torch.tensor([len(batch.ids.columns) for batch in batches])
+            found[f"{method}/{step}/sizes"] = torch.tensor(
+                [len(batch.ids.columns) for batch in batches]
+            )
             engine.update()
             bank.end_step()
     save_file(found, f"{output}.{engine.rank}.safetensors")

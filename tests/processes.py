@@ -1,12 +1,15 @@
 """Processes for tests: a Python that starts in milliseconds, launches of several processes, faults, limits and small disks.
 
-- ``python()`` returns an executable that behaves like ``python``, but is forked from a server that has imported everything.
-- ``run_jobs`` starts processes as torchrun does, each a fork of an interpreter that has imported everything.
-- A fault is a function that spoils one process of a job, such as ``is_killed``; ``Job.fault`` names it.
+- ``python()`` returns an executable that behaves like ``python``, but is forked from a server that
+  has imported everything.
+- ``run_jobs`` starts processes as torchrun does, each a fork of an interpreter that has imported
+  everything.
+- A fault is a function that spoils one process of a job, such as ``is_killed``; ``Job.fault`` names
+  it.
 - ``small_disk`` and ``read_only`` mount file systems.
 
-As a script, this file runs the server (``serve FOLDER``), the jobs of a folder (``jobs FOLDER``), or the command line
-under a limit on its memory (``limited MEGABYTES ARGUMENT…``).
+As a script, this file runs the server (``serve FOLDER``), the jobs of a folder (``jobs FOLDER``),
+or the command line under a limit on its memory (``limited MEGABYTES ARGUMENT…``).
 """
 
 import atexit
@@ -83,14 +86,15 @@ def environment_of_tests() -> dict[str, str]:
 def python() -> str:
     """Start the server, which ends with this process, and return the path of the executable.
 
-    The executable takes what ``python`` takes after its name: ``-m``, ``-c`` or a file, with arguments. It passes them, its
-    environment, its folder and its standard streams to the server, relays signals to the forked process, and ends as that
-    process ends. What this process starts with ``sys.executable`` is forked too. ``doctor``, which checks how things are
-    imported, gets a Python of its own.
+    The executable takes what ``python`` takes after its name: ``-m``, ``-c`` or a file, with
+    arguments. It passes them, its environment, its folder and its standard streams to the server,
+    relays signals to the forked process, and ends as that process ends. What this process starts
+    with ``sys.executable`` is forked too. ``doctor``, which checks how things are imported, gets a
+    Python of its own.
 
-    Not for other tests of imports, of a terminal, or of variables that a library reads when it is imported (``HF_*``,
-    ``OMP_*``). SIGKILL ends the executable first and the forked process a moment later; a test that goes on after it takes
-    a new Python.
+    Not for other tests of imports, of a terminal, or of variables that a library reads when it is
+    imported (``HF_*``, ``OMP_*``). SIGKILL ends the executable first and the forked process a
+    moment later; a test that goes on after it takes a new Python.
     """
     folder = tempfile.TemporaryDirectory()
     server = subprocess.Popen(
@@ -128,14 +132,18 @@ def serve(folder: Path) -> None:
     gc.freeze()  # a collection in a forked process would copy the pages of the server's objects
     running: dict[int, socket.socket] = {}
     while True:
-        ready, _, _ = select.select([0, listener, *running.values()], [], [], 0.01 if running else None)
+        ready, _, _ = select.select(
+            [0, listener, *running.values()], [], [], 0.01 if running else None
+        )
         for pid, connection in list(running.items()):
             if 0 in ready or connection in ready:  # the tests ended, or the client was killed
                 os.kill(pid, signal.SIGKILL)
             ended, status = os.waitpid(pid, 0 if connection in ready else os.WNOHANG)
             if ended:
                 with running.pop(pid), contextlib.suppress(OSError):
-                    connection.send(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
+                    connection.send(
+                        os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True)
+                    )
         if 0 in ready:
             os._exit(0)
         if listener in ready:
@@ -153,16 +161,22 @@ def serve(folder: Path) -> None:
             connection.send(pid.to_bytes(4, "big"))
 
 
-def become_python(streams: list[int], arguments: list[str], environment: dict[str, str], folder: str) -> None:
+def become_python(
+    streams: list[int], arguments: list[str], environment: dict[str, str], folder: str
+) -> None:
     """Run in this forked process what ``python`` runs with these arguments, and exit."""
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell runs the tests in the background
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored if a shell runs the tests in the background
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
     os.environ.clear()
     os.environ |= environment
-    if threshold := environment.get("MALLOC_MMAP_THRESHOLD_"):  # the C library reads it when a process starts
+    if threshold := environment.get(
+        "MALLOC_MMAP_THRESHOLD_"
+    ):  # the C library reads it when a process starts
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, int(threshold))
     os.chdir(folder)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
@@ -248,13 +262,21 @@ def run_jobs(jobs: dict[str, Job], folder: Path) -> dict[str, Outcome]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps({name: asdict(job) for name, job in jobs.items()}))
     call = [python(), __file__, "jobs", str(folder)]
-    done = subprocess.run(call, env=environment_of_tests(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        call, env=environment_of_tests(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    return {name: Outcome(**found) for name, found in json.loads((folder / "outcomes.json").read_text()).items()}
+    return {
+        name: Outcome(**found)
+        for name, found in json.loads((folder / "outcomes.json").read_text()).items()
+    }
 
 
 def run_jobs_of(folder: Path) -> None:
-    jobs = {name: Job(**values) for name, values in json.loads((folder / "jobs.json").read_text()).items()}
+    jobs = {
+        name: Job(**values)
+        for name, values in json.loads((folder / "jobs.json").read_text()).items()
+    }
     for module in {name for job in jobs.values() for name in (job.worker, *job.imports)} - {""}:
         importlib.import_module(module)  # before the first fork
     outcomes = {name: asdict(launch(job, folder, folder / name)) for name, job in jobs.items()}
@@ -266,9 +288,12 @@ def launch(job: Job, folder: Path, output: Path) -> Outcome:
 
     output.mkdir()
     receive, send = os.pipe()
-    pids = [os.fork() or become_rank(job, rank, folder, output, receive, send) for rank in range(job.processes)]
-    # the launcher hosts the store, as torchrun does; a process forked while the store runs would share its connections,
-    # and some launches would hang
+    pids = [
+        os.fork() or become_rank(job, rank, folder, output, receive, send)
+        for rank in range(job.processes)
+    ]
+    # the launcher hosts the store, as torchrun does; a process forked while the store runs would
+    # share its connections, and some launches would hang
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.write(send, store.port.to_bytes(PORT_BYTES, "little") * job.processes)
     os.close(send)
@@ -287,7 +312,10 @@ def launch(job: Job, folder: Path, output: Path) -> Outcome:
         os.kill(pid, signal.SIGABRT)  # prints where each thread hangs
     for pid in (pid for pid in pids if pid not in codes):
         os.waitpid(pid, 0)
-    said = {kind: [(output / f"{rank}.{kind}").read_text() for rank in range(job.processes)] for kind in ("out", "err")}
+    said = {
+        kind: [(output / f"{rank}.{kind}").read_text() for rank in range(job.processes)]
+        for kind in ("out", "err")
+    }
     return Outcome([codes.get(pid) for pid in pids], **said)
 
 
@@ -298,8 +326,17 @@ def become_rank(job: Job, rank: int, folder: Path, output: Path, receive: int, s
     local = -(-job.processes // job.machines)
     os.environ["CONTACCUM_CACHE"] = str(folder / f"cache-{job.machines}-{rank // local}")
     if job.processes > 1:
-        place = {"RANK": rank, "WORLD_SIZE": job.processes, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        place = {
+            "RANK": rank,
+            "WORLD_SIZE": job.processes,
+            "LOCAL_RANK": rank % local,
+            "LOCAL_WORLD_SIZE": local,
+        }
+        address = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
         os.environ |= {name: str(value) for name, value in (place | address).items()}
     for number, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(output / f"{rank}.{kind}", os.O_WRONLY | os.O_CREAT), number)
@@ -461,9 +498,10 @@ def run_limited(megabytes: int, arguments: list[str]) -> int:
             engine.under_limit = True
         begin_step(engine, step)
 
-    # Let a failed step give all its address space back. glibc would keep freed tensors in its heap; how many depends on the
-    # timing of the threads, and then a retry with smaller micro-batches or the stack of its prefetch thread (8 MB) may find
-    # no room. It would also reserve 64 MB for each thread.
+    # Let a failed step give all its address space back. glibc would keep freed tensors in its heap;
+    # how many depends on the timing of the threads, and then a retry with smaller micro-batches or
+    # the stack of its prefetch thread (8 MB) may find no room. It would also reserve 64 MB for each
+    # thread.
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc
         libc.mallopt(M_MMAP_THRESHOLD, 2**16)
@@ -474,14 +512,20 @@ def run_limited(megabytes: int, arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: int = 1 << 20) -> Iterator[Path]:
-    """A file system of ``size`` bytes in memory, mounted at ``folder``. Skips the test where none can be mounted."""
+    """A file system of ``size`` bytes in memory, mounted at ``folder``.
+
+    Skips the test where none can be mounted.
+    """
     with _mounted(folder, f"size={size}"):
         yield folder
 
 
 @contextlib.contextmanager
 def read_only(folder: Path) -> Iterator[Path]:
-    """A file system that nobody can write to, root included, mounted at ``folder``. Skips the test as ``small_disk``."""
+    """A file system that nobody can write to, root included, mounted at ``folder``.
+
+    Skips the test as ``small_disk``.
+    """
     with _mounted(folder, "ro"):
         yield folder
 
@@ -490,7 +534,10 @@ def read_only(folder: Path) -> Iterator[Path]:
 def _mounted(folder: Path, options: str) -> Iterator[None]:
     folder.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         import pytest  # not at the top: a benchmark that uses run_limited needs no pytest

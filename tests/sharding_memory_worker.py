@@ -1,7 +1,7 @@
 """A job of test_sharding.py: bytes of weights, gradients and optimizer state in one process, and the peak of a step.
 
-arguments: DATA OUTPUT. Texts are short, so that activations need little memory. ``peak at once`` is the peak of a step with one
-backward pass through both forward passes: the control.
+arguments: DATA OUTPUT. Texts are short, so that activations need little memory. ``peak at once`` is
+the peak of a step with one backward pass through both forward passes: the control.
 """
 
 import weakref
@@ -25,7 +25,8 @@ LAYERS, WIDTH = 8, 256
 class LiveTensors(TorchDispatchMode):
     """Peak of the bytes of the given tensors and of all tensors that operations return.
 
-    torch's profiler would not do: it misses memory that a thread of gloo frees, and which thread frees is a matter of timing.
+    torch's profiler would not do: it misses memory that a thread of gloo frees, and which thread
+    frees is a matter of timing.
     """
 
     def __init__(self, tensors) -> None:
@@ -56,7 +57,11 @@ def main(arguments: list[str]) -> None:
         "model.tie_towers": True,
         "model.max_passage_length": 4,
     }
-    batch = {"batch.global_batch_size": 4, "batch.micro_batch_size": 4 // engine.world, "model.max_query_length": 4}
+    batch = {
+        "batch.global_batch_size": 4,
+        "batch.micro_batch_size": 4 // engine.world,
+        "model.max_query_length": 4,
+    }
     config = train_config(Path(data), Path("unused"), "grad_accum", **sizes, **batch)
     train_set = open_train_set(data, "train")
     encoder = parts.build_encoder(config, train_set)
@@ -76,7 +81,9 @@ def main(arguments: list[str]) -> None:
         engine.begin_step(number)
         METHODS["grad_accum"](engine, batches.step(number), bank, loss)
         engine.reduce_gradients()
-        found["gradients"] = bytes_of(each.grad for each in encoder.parameters() if each.grad is not None)
+        found["gradients"] = bytes_of(
+            each.grad for each in encoder.parameters() if each.grad is not None
+        )
         engine.clip(sum(engine.gradient_norms()), 1.0)
         engine.update()
 
@@ -85,7 +92,9 @@ def main(arguments: list[str]) -> None:
     states = [value for state in optimizer.state.values() for value in state.values()]
     found["optimizer"] = bytes_of(each for each in states if torch.is_tensor(each))
     for number, name in enumerate(("peak", "peak at once"), start=1):
-        with LiveTensors([*encoder.parameters(), *(each for each in states if torch.is_tensor(each))]) as tensors:
+        with LiveTensors(
+            [*encoder.parameters(), *(each for each in states if torch.is_tensor(each))]
+        ) as tensors:
             step(number)
         found[name] = tensors.peak
         engine._separate.cut = lambda output: output

@@ -1,7 +1,7 @@
 """A job of test_sharding.py: two steps of every method, sharded if there are several processes; gradients go to a file.
 
-arguments: DATA OUTPUT MODEL [REFERENCE]. MODEL: tiny, or the folder of an encoder. Each step starts from the weights that it had
-in REFERENCE, the output of one process.
+arguments: DATA OUTPUT MODEL [REFERENCE]. MODEL: tiny, or the folder of an encoder. Each step starts
+from the weights that it had in REFERENCE, the output of one process.
 """
 
 from pathlib import Path
@@ -26,7 +26,12 @@ MEAN = "mean"
 """Marks gradients that FSDP averages, as it does by default: the control."""
 OFFLOAD = "offload"
 """Marks gradients of weights that stay on the CPU."""
-VARIANTS = {"": {}, OFFLOAD: {}, "checkpointing": {"model.gradient_checkpointing": True}, "lora": {"lora.rank": 2}}
+VARIANTS = {
+    "": {},
+    OFFLOAD: {},
+    "checkpointing": {"model.gradient_checkpointing": True},
+    "lora": {"lora.rank": 2},
+}
 VARIANTS["qlora"] = {"lora.rank": 2, "model.quantize": "4bit"}
 
 NEED_A_FOLDER = ("lora", "qlora")
@@ -41,7 +46,9 @@ def main(arguments: list[str]) -> None:
     runs |= {name: (method, share, "") for name, (method, share) in REPLAYED.items()}
     runs |= {MEAN: ("grad_accum", 1.0, "")}
     runs |= {
-        name: ("cont_cache", 1.0, name) for name in VARIANTS if name and (name not in NEED_A_FOLDER or model != "tiny")
+        name: ("cont_cache", 1.0, name)
+        for name in VARIANTS
+        if name and (name not in NEED_A_FOLDER or model != "tiny")
     }
     found: dict[str, torch.Tensor] = {}
     for label, (method, share, variant) in runs.items():
@@ -73,7 +80,9 @@ def two_steps(
     if engine.world > 1:
         engine.shard(encoder, offload=label == OFFLOAD)
         groups = [unit._get_fsdp_state()._fsdp_param_groups[0] for unit in encoder.units()]
-        assert {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups} == {label == OFFLOAD}
+        assert {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups} == {
+            label == OFFLOAD
+        }
     if label == MEAN and engine.world > 1:
         for unit in encoder.units():
             unit.set_gradient_divide_factor(float(engine.world))

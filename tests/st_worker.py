@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
 from sentence_transformers.base.sampler import DefaultBatchSampler
 from torch.utils.data import SequentialSampler
 
@@ -67,7 +71,9 @@ def main(arguments: list[str]) -> None:
     trainer.train()
     bank, output = trainer.loss.bank_loss.bank, Path(options["output"])
     output.mkdir(exist_ok=True)
-    (output / f"bank-{trainer.args.process_index}.json").write_text(json.dumps([bank.fingerprint(), bank.fill]))
+    (output / f"bank-{trainer.args.process_index}.json").write_text(
+        json.dumps([bank.fingerprint(), bank.fill])
+    )
     if trainer.is_world_process_zero():
         trainer.model.save(str(output / "model"), create_model_card=False)
         (output / "losses.json").write_text(json.dumps(losses))

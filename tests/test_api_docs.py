@@ -17,7 +17,8 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 CHECKSUM = "3fbc70b18915757964fe5c865e621654d3b0e2de924029d315906e72e57daacf"
-"""Printed for the versions below, with the CPU and the CUDA build of torch and with wheels for Python 3.11, 3.12 and 3.13."""
+"""Printed for the versions below, with the CPU and the CUDA build of torch and with wheels for
+Python 3.11, 3.12 and 3.13."""
 VERSIONS = {"numpy": "2.4.6", "scipy": "1.17.1", "torch": "2.13.0"}
 
 
@@ -39,12 +40,16 @@ def made(tmp_path_factory):
 def read(folder: Path) -> tuple[dict[str, dict], dict[str, dict], dict[str, list[tuple[str, str]]]]:
     """Return queries and passages by id, and the judged pairs of each split."""
     queries, corpus = (
-        {row["_id"]: row for row in map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())}
+        {
+            row["_id"]: row
+            for row in map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
+        }
         for name in ("queries", "corpus")
     )
     judged = {
         split: [
-            tuple(line.split("\t")[:2]) for line in (folder / "qrels" / f"{split}.tsv").read_text().splitlines()[1:]
+            tuple(line.split("\t")[:2])
+            for line in (folder / "qrels" / f"{split}.tsv").read_text().splitlines()[1:]
         ]
         for split in ("train", "dev", "test")
     }
@@ -54,12 +59,23 @@ def read(folder: Path) -> tuple[dict[str, dict], dict[str, dict], dict[str, list
 def test_the_splits_share_no_module_and_hold_every_pair(made):
     queries, corpus, judged = read(made[0])
     assert 4500 < len(queries) == len(corpus) == sum(map(len, judged.values())) < 5500
-    modules = {split: {queries[query]["metadata"]["module"] for query, _ in pairs} for split, pairs in judged.items()}
-    assert not modules["train"] & modules["dev"] | modules["train"] & modules["test"] | modules["dev"] & modules["test"]
+    modules = {
+        split: {queries[query]["metadata"]["module"] for query, _ in pairs}
+        for split, pairs in judged.items()
+    }
+    assert (
+        not modules["train"] & modules["dev"]
+        | modules["train"] & modules["test"]
+        | modules["dev"] & modules["test"]
+    )
     assert len(judged["dev"]) > 300
     assert len(judged["test"]) > 500
-    # modules of the same name, such as torch.linalg and numpy.linalg._linalg, are in the same split too
-    names = {split: {name.rpartition(".")[2].strip("_") for name in found} for split, found in modules.items()}
+    # modules of the same name, such as torch.linalg and numpy.linalg._linalg, are in the same split
+    # too
+    names = {
+        split: {name.rpartition(".")[2].strip("_") for name in found}
+        for split, found in modules.items()
+    }
     assert not names["train"] & (names["dev"] | names["test"]) | names["dev"] & names["test"]
 
 
@@ -76,8 +92,14 @@ def test_pairs_are_those_of_the_imported_docstrings(made):
     passages = {queries["q" + name[1:]]["text"]: row["text"] for name, row in corpus.items()}
     for documented, query in (
         (numpy.linalg.norm, "Matrix or vector norm."),
-        (scipy.stats.kendalltau, "Calculate Kendall's tau, a correlation measure for ordinal data."),
-        (torch.nn.Linear, "Applies an affine linear transformation to the incoming data: y = xA^T + b."),
+        (
+            scipy.stats.kendalltau,
+            "Calculate Kendall's tau, a correlation measure for ordinal data.",
+        ),
+        (
+            torch.nn.Linear,
+            "Applies an affine linear transformation to the incoming data: y = xA^T + b.",
+        ),
         (torch.kron, "Computes the Kronecker product, denoted by \\otimes, of input and other."),
     ):
         words = set(getdoc(documented).replace("`", " ").split())
@@ -143,7 +165,12 @@ def test_docstrings_are_read_from_the_source():
     assert query == "Compute something useful quickly, e.g. the square of numpy.abs."
     assert passage.startswith("It is fast. Parameters follow here")
     # a summary that the rest repeats is no query
-    assert make_api_docs.pair(found[0] + "\ncompute something useful quickly, e.g. the square of numpy.abs") is None
+    assert (
+        make_api_docs.pair(
+            found[0] + "\ncompute something useful quickly, e.g. the square of numpy.abs"
+        )
+        is None
+    )
 
 
 def test_an_existing_folder_is_left_alone(tmp_path):

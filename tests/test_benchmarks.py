@@ -19,7 +19,20 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory):
-    words = ["a", "red", "blue", "green", "fox", "cat", "owl", "bear", "lives", "in", "the", "valley"]
+    words = [
+        "a",
+        "red",
+        "blue",
+        "green",
+        "fox",
+        "cat",
+        "owl",
+        "bear",
+        "lives",
+        "in",
+        "the",
+        "valley",
+    ]
     texts = [" ".join(words[i % len(words) :] + words[: i % len(words)]) for i in range(60)]
     tower = tiny_tower(texts, "mean", layers=1, width=32, vocabulary=200, max_length=32, seed=0)
     settings = EncoderSettings(max_query_length=16, max_passage_length=32, tie_towers=True)
@@ -29,13 +42,22 @@ def tiny_folder(tmp_path_factory):
 
 
 def run(*call: str, **environment: str) -> subprocess.CompletedProcess:
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", **environment}
-    return subprocess.run(call, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
+        **environment,
+    }
+    return subprocess.run(
+        call, cwd=ROOT, env=variables, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.acceptance
 @pytest.mark.parametrize("name", NAMES)
-def test_each_benchmark_prints_its_table_and_writes_its_figures(name, tiny_folder, forked_programs, tmp_path):
+def test_each_benchmark_prints_its_table_and_writes_its_figures(
+    name, tiny_folder, forked_programs, tmp_path
+):
     places = {
         "MODEL": str(tiny_folder),
         "RESULTS": str(tmp_path),
@@ -74,7 +96,9 @@ def test_each_part_of_the_gpu_suite_runs_on_a_cpu(part, forked_programs, tmp_pat
     assert [step["part"] for step in found["steps"]] == [0] + [part] * (len(found["steps"]) - 1)
     assert (out / f"part{part}.log").read_text() == done.stdout
     steps = gpu_suite.make_steps(out, "cpu", True)
-    assert [step["name"] for step in found["steps"][1:]] == [step.name for step in steps if step.part == part]
+    assert [step["name"] for step in found["steps"][1:]] == [
+        step.name for step in steps if step.part == part
+    ]
     for name in (step["name"] for step in found["steps"]):
         assert json.loads((out / f"{name}.json").read_text())
         assert (out / f"{name}.log").is_file()
@@ -121,9 +145,14 @@ def test_the_gpu_suite_needs_only_the_standard_library(tmp_path):
 
 
 def test_the_gpu_suite_refuses_a_machine_without_a_gpu(tmp_path):
-    done = run(sys.executable, "benchmarks/gpu_suite.py", str(tmp_path / "out"), CUDA_VISIBLE_DEVICES="")
+    done = run(
+        sys.executable, "benchmarks/gpu_suite.py", str(tmp_path / "out"), CUDA_VISIBLE_DEVICES=""
+    )
     assert done.returncode == 2
-    assert "torch sees no CUDA device; for the smallest sizes on the CPU, add --device cpu" in done.stderr
+    assert (
+        "torch sees no CUDA device; for the smallest sizes on the CPU, add --device cpu"
+        in done.stderr
+    )
     assert not (tmp_path / "out").exists()
 
 

@@ -42,21 +42,43 @@ def call(capsys, *arguments: object) -> tuple[int, str, str]:
 def test_train_encode_search_evaluate_report(data, tmp_path, capsys):
     config = tmp_path / "config.yaml"
     config.write_text(to_yaml(train_config(data, tmp_path / "run")))
-    code, out, _ = call(capsys, "train", "--config", config, "--optim.max_steps", 12, "--method", "grad_cache")
+    code, out, _ = call(
+        capsys, "train", "--config", config, "--optim.max_steps", 12, "--method", "grad_cache"
+    )
     assert (code, out) == (0, f"{tmp_path / 'run' / 'model'}\n")
     model = tmp_path / "run" / "model"
 
-    code, out, _ = call(capsys, "encode", "--model", model, "--input", data, "--output", tmp_path / "vectors")
+    code, out, _ = call(
+        capsys, "encode", "--model", model, "--input", data, "--output", tmp_path / "vectors"
+    )
     assert code == 0
     assert "40 passage vectors of 32 numbers" in out
     code, out, _ = call(
-        capsys, "encode", "--model", model, "--input", data, "--output", tmp_path / "asked", "--kind", "query"
+        capsys,
+        "encode",
+        "--model",
+        model,
+        "--input",
+        data,
+        "--output",
+        tmp_path / "asked",
+        "--kind",
+        "query",
     )
     assert "40 query vectors of 32 numbers" in out
 
     trec = tmp_path / "test.trec"
     code, out, _ = call(
-        capsys, "search", "--model", model, "--data", data, "--embeddings", tmp_path / "vectors", "--output", trec
+        capsys,
+        "search",
+        "--model",
+        model,
+        "--data",
+        data,
+        "--embeddings",
+        tmp_path / "vectors",
+        "--output",
+        trec,
     )
     assert (code, out) == (0, f"{trec}\n")
     assert len(trec.read_text().splitlines()) == 10 * 40
@@ -77,38 +99,67 @@ def test_train_encode_search_evaluate_report(data, tmp_path, capsys):
     assert search(str(model), str(data)) == search(DualEncoder.load(model), str(data))
 
     baseline = tmp_path / "bm25"
-    assert call(capsys, "evaluate", "--model", "bm25", "--data", data, "--output", baseline / "metrics.json")[0] == 0
+    assert (
+        call(
+            capsys,
+            "evaluate",
+            "--model",
+            "bm25",
+            "--data",
+            data,
+            "--output",
+            baseline / "metrics.json",
+        )[0]
+        == 0
+    )
     code, out, _ = call(capsys, "report", tmp_path / "run", baseline, "--wide")
-    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines()]
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines()
+    ]
     assert head[:6] == ["run", "method", "N", "B", "bank", "ndcg@10"]
-    assert ["run", "grad_cache", "16", "4", "0", f"{means[0]['ndcg@10']:.4f}"] in [row[:6] for row in rows]
+    assert ["run", "grad_cache", "16", "4", "0", f"{means[0]['ndcg@10']:.4f}"] in [
+        row[:6] for row in rows
+    ]
     assert ["bm25", "-"] in [row[:2] for row in rows]
     narrow = call(capsys, "report", tmp_path / "run", baseline)[1]
     assert len(narrow.splitlines()[0].strip("|").split("|")) == 7
 
 
 def trec_of(capsys, data, model, path, *options: object) -> list[tuple[str, str, float]]:
-    code, _, err = call(capsys, "search", "--model", model, "--data", data, "--output", path, "--k", 40, *options)
+    code, _, err = call(
+        capsys, "search", "--model", model, "--data", data, "--output", path, "--k", 40, *options
+    )
     assert code == 0, err
     lines = [line.split() for line in path.read_text().splitlines()]
     return [(query, passage, float(score)) for query, _, passage, _, score, _ in lines]
 
 
-def test_form_backend_and_index_of_a_search_reach_it_from_the_command_line(data, run, tmp_path, capsys):
+def test_form_backend_and_index_of_a_search_reach_it_from_the_command_line(
+    data, run, tmp_path, capsys
+):
     model, trec, vectors = run / "model", tmp_path / "out.trec", tmp_path / "vectors"
     form = ["--dtype", "float16", "--shard_size", 15, "--batch_tokens", 40]
-    assert call(capsys, "encode", "--model", model, "--input", data, "--output", vectors, *form)[0] == 0
+    assert (
+        call(capsys, "encode", "--model", model, "--input", data, "--output", vectors, *form)[0]
+        == 0
+    )
     shards = [np.load(path) for path in sorted(vectors.glob("*.npy"))]
-    assert [(len(shard), shard.dtype) for shard in shards] == [(15, "float16"), (15, "float16"), (10, "float16")]
+    assert [(len(shard), shard.dtype) for shard in shards] == [
+        (15, "float16"),
+        (15, "float16"),
+        (10, "float16"),
+    ]
 
     exact = trec_of(capsys, data, model, trec)
     for backend in ("faiss", "torch"):
-        assert trec_of(capsys, data, model, trec, "--backend", backend, "--batch_tokens", 10_000) == [
-            (query, passage, pytest.approx(score, abs=1e-5)) for query, passage, score in exact
-        ]
+        assert trec_of(
+            capsys, data, model, trec, "--backend", backend, "--batch_tokens", 10_000
+        ) == [(query, passage, pytest.approx(score, abs=1e-5)) for query, passage, score in exact]
     rounded = trec_of(capsys, data, model, trec, "--embeddings", vectors)
     assert rounded != exact
-    assert [score for *_, score in rounded] == pytest.approx([score for *_, score in exact], abs=2e-3)
+    assert [score for *_, score in rounded] == pytest.approx(
+        [score for *_, score in exact], abs=2e-3
+    )
 
     index = ["--factory", "IVF2,Flat", "--index_dir", tmp_path / "index"]
     some = trec_of(capsys, data, model, trec, *index, "--search_params", "nprobe=1")
@@ -116,9 +167,21 @@ def test_form_backend_and_index_of_a_search_reach_it_from_the_command_line(data,
     assert (tmp_path / "index" / "index.faiss").is_file()
     everything = trec_of(capsys, data, model, trec, *index, "--search_params", "nprobe=2")
     assert {hit[:2] for hit in everything} == {hit[:2] for hit in exact}
-    call_again = ["search", "--model", model, "--data", data, "--output", tmp_path / "other.trec", *index]
+    call_again = [
+        "search",
+        "--model",
+        model,
+        "--data",
+        data,
+        "--output",
+        tmp_path / "other.trec",
+        *index,
+    ]
     code, _, err = call(capsys, *call_again, "--seed", 1)
-    assert (code, "belongs to different vectors or settings (seed 0, but now 1)" in err) == (2, True)
+    assert (code, "belongs to different vectors or settings (seed 0, but now 1)" in err) == (
+        2,
+        True,
+    )
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "other.trec").exists()
 
@@ -175,7 +238,9 @@ MODEL_CALLS = [
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_command_takes_the_folder_of_a_run_as_a_model(data, run, tmp_path, capsys, monkeypatch):
+def test_every_command_takes_the_folder_of_a_run_as_a_model(
+    data, run, tmp_path, capsys, monkeypatch
+):
     """The run and its model/ give the same output; a folder that does not exist is named."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = tmp_path / "c.yaml"
@@ -186,16 +251,35 @@ def test_every_command_takes_the_folder_of_a_run_as_a_model(data, run, tmp_path,
             new = tmp_path / f"new{number}{model.name}"
             names = {"model": model, "data": data, "new": new, "config": config}
             code, out, err = call(capsys, *(word.format(**names) for word in words))
-            plain = out.replace(str(new), "NEW").replace(str(run / "model"), "RUN").replace(str(run), "RUN")
+            plain = (
+                out.replace(str(new), "NEW")
+                .replace(str(run / "model"), "RUN")
+                .replace(str(run), "RUN")
+            )
             said[model], errors[model] = (code, plain), err
         assert said[run] == said[run / "model"]
-        assert said[run][0] == (2 if words[0] == "merge" else 0), errors[run]  # there is no adapter to merge
+        assert said[run][0] == (2 if words[0] == "merge" else 0), errors[
+            run
+        ]  # there is no adapter to merge
         assert said[tmp_path / "nowhere"][0] == 2
         assert "no such folder" in errors[tmp_path / "nowhere"]
 
 
 def test_a_file_of_examples_trains_and_evaluates(data, tmp_path, capsys):
-    assert call(capsys, "data", "convert", data, tmp_path / "train.json", "--to", "dpr", "--split", "train")[0] == 0
+    assert (
+        call(
+            capsys,
+            "data",
+            "convert",
+            data,
+            tmp_path / "train.json",
+            "--to",
+            "dpr",
+            "--split",
+            "train",
+        )[0]
+        == 0
+    )
     changes = {
         "data.train": str(tmp_path / "train.json"),
         "data.dev": str(tmp_path / "train.json"),
@@ -244,14 +328,26 @@ def test_repair_accepts_repeated_ids_in_training_and_evaluation(data, run, tmp_p
 @pytest.mark.parametrize("changes", [{"model.tiny_width": 64}, {"data.train": "other"}])
 def test_embeddings_of_another_model_or_corpus_are_refused(changes, data, run, tmp_path, capsys):
     vectors = tmp_path / "vectors"
-    assert call(capsys, "encode", "--model", run / "model", "--input", data, "--output", vectors)[0] == 0
+    assert (
+        call(capsys, "encode", "--model", run / "model", "--input", data, "--output", vectors)[0]
+        == 0
+    )
     if "data.train" in changes:
         data = write_beir(tmp_path / "other", queries=30)
         model = run / "model"
     else:
         model = train(train_config(data, tmp_path / "wide", **changes))
     code, _, err = call(
-        capsys, "search", "--model", model, "--data", data, "--embeddings", vectors, "--output", tmp_path / "out.trec"
+        capsys,
+        "search",
+        "--model",
+        model,
+        "--data",
+        data,
+        "--embeddings",
+        vectors,
+        "--output",
+        tmp_path / "out.trec",
     )
     assert code == 2
     assert str(vectors) in err
@@ -289,8 +385,14 @@ def test_help_of_training_begins_with_the_settings_that_matter(capsys):
 def test_help_says_meaning_range_and_default_of_every_setting(capsys):
     assert main(["train", "--help", "all"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Number of past pairs kept in the bank (M). If `bank.hard_negatives` is true, the bank also stores" in text
-    assert "Number of pairs (N) in one optimizer step, over all processes. (at least 1; default: 128)" in text
+    assert (
+        "Number of past pairs kept in the bank (M). If `bank.hard_negatives` is true, the bank "
+        "also stores" in text
+    )
+    assert (
+        "Number of pairs (N) in one optimizer step, over all processes. (at least 1; default: 128)"
+        in text
+    )
     for name in train_settings():
         assert f"--{name} " in text
     assert not re.search(r"\b(int|str|float|bool|None|Literal|Annotated)\b", text)
@@ -316,13 +418,18 @@ def test_commands_and_options_are_the_listed_ones():
 
 
 def options_of_all_commands() -> str:
-    """Return a line with command, option and default for each option. Settings of training are listed once."""
+    """Return a line with command, option and default for each option.
+
+    Settings of training are listed once.
+    """
     lines = []
     for name, command in COMMANDS.items():
         for option, declared in command.settings().items():
             if name == "train" or option not in train_settings() or not command.trains:
                 default = default_of(declared)
-                lines.append(f"{name} {option} {'required' if default is MISSING else json.dumps(default)}\n")
+                lines.append(
+                    f"{name} {option} {'required' if default is MISSING else json.dumps(default)}\n"
+                )
     return "".join(lines)
 
 
@@ -330,9 +437,13 @@ def test_completion_knows_commands_and_options(capsys):
     for shell in ("bash", "zsh", "tcsh"):
         assert main(["--print_completion", shell]) == 0
         script = capsys.readouterr().out
-        assert all(word in script for word in ("evaluate", "convert", "relevance_level", "bank.size"))
+        assert all(
+            word in script for word in ("evaluate", "convert", "relevance_level", "bank.size")
+        )
     assert main(["--print_completion", "nosh"]) == 2
-    assert "--print_completion is 'nosh', expected one of bash, zsh, tcsh" in capsys.readouterr().err
+    assert (
+        "--print_completion is 'nosh', expected one of bash, zsh, tcsh" in capsys.readouterr().err
+    )
 
 
 def test_version(capsys):
@@ -348,13 +459,23 @@ from contaccum.cli import main
 main(sys.argv[1:])
 print("torch" in sys.modules)
 """
-    for arguments in (["--help"], ["train", "--help"], ["train", "--bank.sise", "3"], ["data", "check", "absent"]):
-        done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+    for arguments in (
+        ["--help"],
+        ["train", "--help"],
+        ["train", "--bank.sise", "3"],
+        ["data", "check", "absent"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True
+        )
         assert done.stdout.splitlines()[-1] == "False"
 
 
 def test_a_query_without_results_is_answered_with_a_sentence(data, capsys):
-    """BM25 finds nothing if no passage has a word of the query. The command once printed an empty line."""
+    """BM25 finds nothing if no passage has a word of the query.
+
+    The command once printed an empty line.
+    """
     assert main(["search", "--model", "bm25", "--data", str(data), "--query", "xylophone"]) == 0
     assert capsys.readouterr().out == "no passage was found\n"
 
@@ -367,7 +488,11 @@ def test_a_query_that_yaml_reads_as_no_value_is_searched(query, tmp_path, capsys
 
 
 def test_prefixes_of_options_are_not_completed(capsys):
-    for words in (["train", "--optim.learning_rat", "1"], ["train", "--methd", "x"], ["report", "a", "--metri", "x"]):
+    for words in (
+        ["train", "--optim.learning_rat", "1"],
+        ["train", "--methd", "x"],
+        ["report", "a", "--metri", "x"],
+    ):
         assert main(words) == 2
         assert "has no such option; did you mean --" in capsys.readouterr().err
 

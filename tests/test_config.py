@@ -28,7 +28,9 @@ from contaccum.errors import InputError
 from contaccum.methods import METHODS
 
 CONFIGS = [
-    path for path in sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml")) if "methods" not in path.name
+    path
+    for path in sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
+    if "methods" not in path.name
 ]
 """Config files; configs/study/methods*.yaml are the rows of comparisons."""
 
@@ -66,7 +68,11 @@ def test_ready_made_configs_have_names(name, capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("finetun", "finetun: no such file, and no ready-made config has this name; choose one of demo, finetune"),
+        (
+            "finetun",
+            "finetun: no such file, and no ready-made config has this name; choose one of demo, "
+            "finetune",
+        ),
         ("../pyproject", "no ready-made config has this name"),
         ("presets", "no ready-made config has this name"),
         ("", "no ready-made config has this name"),
@@ -83,9 +89,15 @@ def test_unknown_config_names_are_refused(name, words, capsys, tmp_path, monkeyp
 def test_a_file_comes_before_a_ready_made_config(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("finetune").write_text("seed: 17\n")
-    assert print_config(capsys, Path("finetune"), "--output_dir", "x", "--data.train", "x")["seed"] == 17
+    assert (
+        print_config(capsys, Path("finetune"), "--output_dir", "x", "--data.train", "x")["seed"]
+        == 17
+    )
     Path("demo").mkdir()  # as `contaccum data demo demo` makes it
-    assert print_config(capsys, Path("demo"), "--output_dir", "x", "--data.train", "x")["method"] == "cont_cache"
+    assert (
+        print_config(capsys, Path("demo"), "--output_dir", "x", "--data.train", "x")["method"]
+        == "cont_cache"
+    )
 
 
 def test_there_are_config_files():
@@ -96,7 +108,8 @@ def test_there_are_config_files():
 
 
 @pytest.mark.parametrize(
-    ("memory", "fast"), [("11gb", False), ("11gb", True), ("24gb", False), ("24gb", True), ("80gb", False)]
+    ("memory", "fast"),
+    [("11gb", False), ("11gb", True), ("24gb", False), ("24gb", True), ("80gb", False)],
 )
 def test_presets_are_laid_over_a_config_without_a_warning(memory, fast, capsys, recwarn):
     """`fast` is for steps that do not fit at once; a whole one needs neither bank nor second pass."""
@@ -104,7 +117,13 @@ def test_presets_are_laid_over_a_config_without_a_warning(memory, fast, capsys, 
     over = [f"{memory}.yaml", *(["fast.yaml"] if fast else [])]
     given = [word for name in over for word in ("--config", str(folder / name))]
     printed = print_config(
-        capsys, CONFIGS[0].parent / "finetune.yaml", *given, "--output_dir", "x", "--data.train", "x"
+        capsys,
+        CONFIGS[0].parent / "finetune.yaml",
+        *given,
+        "--output_dir",
+        "x",
+        "--data.train",
+        "x",
     )
     made = from_mapping(printed)
     validate(made)
@@ -153,7 +172,10 @@ SEPARATE = {
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"batch.micro_batch_size": 5}, "batch.global_batch_size 16 is not divisible by batch.micro_batch_size 5 x 1"),
+        (
+            {"batch.micro_batch_size": 5},
+            "batch.global_batch_size 16 is not divisible by batch.micro_batch_size 5 x 1",
+        ),
         ({"batch.micro_batch_tokens": 0}, "batch.micro_batch_tokens is 0, expected at least 1"),
         (
             {"batch.micro_batch_tokens": 320, "batch.micro_batch_size": 8, "bank.size": 12},
@@ -161,7 +183,8 @@ SEPARATE = {
         ),
         (
             {"run.memory_budget": "11"},
-            "run.memory_budget is '11', expected a number above 0 and below 1e15, and a unit (GiB, MiB, GB, MB",
+            "run.memory_budget is '11', expected a number above 0 and below 1e15, and a unit (GiB, "
+            "MiB, GB, MB",
         ),
         (
             {"run.memory_budget": f"{'9' * 400}GB"},
@@ -171,7 +194,10 @@ SEPARATE = {
         ({"run.memory_budget": "-1GB"}, "run.memory_budget is '-1GB', expected a number above 0"),
         ({"bank.size": 3}, "bank.size is 3, but cont_accum can push 4 entries at once"),
         ({"bank.age_decay": -0.5}, "bank.age_decay is -0.5, expected at least 0"),
-        ({"method": "cont_cache", "bank.size": 12}, "bank.size is 12, but cont_cache can push 16 entries at once"),
+        (
+            {"method": "cont_cache", "bank.size": 12},
+            "bank.size is 12, but cont_cache can push 16 entries at once",
+        ),
         ({"method": "no_such"}, "method is 'no_such', expected one of in_batch"),
         ({"data.train": ""}, "data.train is not set"),
         ({"seed": -1}, "seed is -1, expected at least 0"),
@@ -181,7 +207,10 @@ SEPARATE = {
             "model.passage_name is 'x', but model.tie_towers is true",
         ),
         ({"model.temperature": 0.0}, "model.temperature is 0.0, expected more than 0"),
-        ({"model.tiny_width": 48}, "model.tiny_width is 48, expected at least 32 and a multiple of 32"),
+        (
+            {"model.tiny_width": 48},
+            "model.tiny_width is 48, expected at least 32 and a multiple of 32",
+        ),
         ({"model.dropout": 1.5}, "model.dropout is 1.5, expected from 0 to 1"),
         ({"optim.warmup_ratio": 2.0}, "optim.warmup_ratio is 2.0, expected from 0 to 1"),
         ({"optim.warmup_ratio": 0.1, "optim.warmup_steps": 3}, "are both given"),
@@ -206,28 +235,49 @@ SEPARATE = {
             {"loss.matryoshka_dims": [8], "loss.matryoshka_weights": [float("nan")]},
             "loss.matryoshka_weights is [nan], expected finite numbers above 0",
         ),
-        ({"loss.distillation": "kl"}, "loss.distillation is kl, but data.hard_negatives is 0; set it to at least 1"),
-        ({"loss.distillation_weight": 0.0}, "loss.distillation_weight is 0.0, expected more than 0"),
-        ({"loss.teacher_temperature": -1.0}, "loss.teacher_temperature is -1.0, expected more than 0"),
+        (
+            {"loss.distillation": "kl"},
+            "loss.distillation is kl, but data.hard_negatives is 0; set it to at least 1",
+        ),
+        (
+            {"loss.distillation_weight": 0.0},
+            "loss.distillation_weight is 0.0, expected more than 0",
+        ),
+        (
+            {"loss.teacher_temperature": -1.0},
+            "loss.teacher_temperature is -1.0, expected more than 0",
+        ),
         (
             {"loss.guide": "g", "loss.false_negative_margin": 0.0},
             "loss.guide and loss.false_negative_margin are both set",
         ),
-        ({"loss.guide": "bm25"}, "loss.guide is 'bm25', which computes no vectors; give an encoder"),
+        (
+            {"loss.guide": "bm25"},
+            "loss.guide is 'bm25', which computes no vectors; give an encoder",
+        ),
         ({"loss.guide": ""}, "loss.guide is '', expected a folder or a name on the Hub"),
-        ({"loss.guide": "g", "loss.guide_margin": float("inf")}, "loss.guide_margin is inf, expected a finite number"),
+        (
+            {"loss.guide": "g", "loss.guide_margin": float("inf")},
+            "loss.guide_margin is inf, expected a finite number",
+        ),
         (
             {"loss.guide": "g", "loss.guide_margin": -0.1, "loss.margin_strategy": "relative"},
-            "loss.guide_margin is -0.1, expected a number from 0 to 1, because loss.margin_strategy is relative",
+            "loss.guide_margin is -0.1, expected a number from 0 to 1, because "
+            "loss.margin_strategy is relative",
         ),
         (
             {"loss.false_negative_margin": 1.5, "loss.margin_strategy": "relative"},
-            "loss.false_negative_margin is 1.5, expected a number from 0 to 1, because loss.margin_strategy is relative",
+            "loss.false_negative_margin is 1.5, expected a number from 0 to 1, because "
+            "loss.margin_strategy is relative",
         ),
-        ({"loss.margin_strategy": "both"}, "loss.margin_strategy is 'both', expected one of absolute, relative"),
+        (
+            {"loss.margin_strategy": "both"},
+            "loss.margin_strategy is 'both', expected one of absolute, relative",
+        ),
         (
             {**SEPARATE, "data.hard_negatives": 0},
-            "data.mixture[1].in_batch_negatives is false, but data.hard_negatives is 0, so this data set has no negatives",
+            "data.mixture[1].in_batch_negatives is false, but data.hard_negatives is 0, so this "
+            "data set has no negatives",
         ),
         (
             {**SEPARATE, "data.fill_negatives": "random"},
@@ -235,19 +285,30 @@ SEPARATE = {
         ),
         (
             {**SEPARATE, "data.mixture": ALL_SEPARATE},
-            "data.mixture: in_batch_negatives is false for all sets, so the bank of cont_accum would have no effect",
+            "data.mixture: in_batch_negatives is false for all sets, so the bank of cont_accum "
+            "would have no effect",
         ),
         ({"optim.adam_beta1": 1.5}, "optim.adam_beta1 is 1.5, expected at least 0 and less than 1"),
         (
             {"run.metric": "ndcg@1O"},
-            "run.metric is 'ndcg@1O', expected MEASURE@K, such as ndcg@10 (MEASURE: ndcg, map, recall, precision, mrr; K: 1, 3",
+            "run.metric is 'ndcg@1O', expected MEASURE@K, such as ndcg@10 (MEASURE: ndcg, map, "
+            "recall, precision, mrr; K: 1, 3",
         ),
         ({"run.metric": "recall@1000"}, "run.metric is 'recall@1000', expected MEASURE@K"),
         ({"optim.learning_rate": float("nan")}, "optim.learning_rate is nan"),
-        ({"model.attention": "flash_attention_2"}, "model.attention is flash_attention_2, but run.precision is fp32"),
-        ({"model.unpad": True, "run.compile": "default"}, "run.compile is default, but model.unpad is true"),
+        (
+            {"model.attention": "flash_attention_2"},
+            "model.attention is flash_attention_2, but run.precision is fp32",
+        ),
+        (
+            {"model.unpad": True, "run.compile": "default"},
+            "run.compile is default, but model.unpad is true",
+        ),
         ({"replay.share": 0.0}, "replay.share is 0.0, expected more than 0 and at most 1"),
-        ({"batch.on_out_of_memory": "grow"}, "batch.on_out_of_memory is 'grow', expected one of shrink, stop"),
+        (
+            {"batch.on_out_of_memory": "grow"},
+            "batch.on_out_of_memory is 'grow', expected one of shrink, stop",
+        ),
     ],
 )
 def test_each_broken_rule_is_one_sentence(changes, sentence):
@@ -270,15 +331,30 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
         ({"run.eval_steps": 5}, "run.eval_steps has no effect without data.dev"),
         ({"allow_changes": True}, "allow_changes has no effect without resume"),
         ({"optim.reference_batch_size": 64}, "optim.reference_batch_size has no effect"),
-        ({"loss.teacher_temperature": 2.0}, "loss.teacher_temperature has no effect with loss.distillation none"),
-        ({"loss.distillation_weight": 2.0}, "loss.distillation_weight has no effect with loss.distillation none"),
+        (
+            {"loss.teacher_temperature": 2.0},
+            "loss.teacher_temperature has no effect with loss.distillation none",
+        ),
+        (
+            {"loss.distillation_weight": 2.0},
+            "loss.distillation_weight has no effect with loss.distillation none",
+        ),
         (
             {"method": "cont_cache", "bank.keep": False},
             "With bank.keep=false, the bank is emptied before its rows are used",
         ),
-        ({"bank.keep": False, "bank.age_decay": 1.0}, "bank.age_decay has no effect with bank.keep false"),
-        ({"bank.hard_negatives": False}, "bank.hard_negatives has no effect with data.hard_negatives 0"),
-        ({"data.fill_negatives": "none"}, "data.fill_negatives has no effect with data.hard_negatives 0"),
+        (
+            {"bank.keep": False, "bank.age_decay": 1.0},
+            "bank.age_decay has no effect with bank.keep false",
+        ),
+        (
+            {"bank.hard_negatives": False},
+            "bank.hard_negatives has no effect with data.hard_negatives 0",
+        ),
+        (
+            {"data.fill_negatives": "none"},
+            "data.fill_negatives has no effect with data.hard_negatives 0",
+        ),
         ({"replay.share": 0.5}, "replay.share has no effect with method cont_accum"),
         ({"loss.guide_margin": 0.1}, "loss.guide_margin has no effect without loss.guide"),
         (
@@ -288,8 +364,14 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
         ({"run.metric": "mrr@10"}, "run.metric has no effect without data.dev"),
         ({"optim.epochs": 3.0}, "optim.epochs has no effect with optim.max_steps"),
         ({"model.passage_name": "x"}, "model.passage_name has no effect with model.name tiny"),
-        ({"model.name": "x", "model.tiny_width": 64}, "model.tiny_width has no effect without model.name tiny"),
-        ({"model.unpad": True, "model.attention": "eager"}, "model.attention has no effect with model.unpad"),
+        (
+            {"model.name": "x", "model.tiny_width": 64},
+            "model.tiny_width has no effect without model.name tiny",
+        ),
+        (
+            {"model.unpad": True, "model.attention": "eager"},
+            "model.attention has no effect with model.unpad",
+        ),
     ],
 )
 def test_settings_without_effect_are_named(changes, sentence):
@@ -297,7 +379,9 @@ def test_settings_without_effect_are_named(changes, sentence):
         validate(config(**changes))
 
 
-@pytest.mark.parametrize("changes", [{"loss.guide": "g"}, {"loss.false_negative_margin": 0.0}, SEPARATE])
+@pytest.mark.parametrize(
+    "changes", [{"loss.guide": "g"}, {"loss.false_negative_margin": 0.0}, SEPARATE]
+)
 def test_settings_that_leave_out_pairs_have_an_effect(changes, recwarn):
     strategy = {} if "data.mixture" in changes else {"loss.margin_strategy": "relative"}
     validate(config(**changes, **strategy))
@@ -311,21 +395,33 @@ def test_a_config_of_cont_cache_that_samples_texts_for_grad_cache_is_named(recwa
     validate(config(**{**sampled, "method": "cont_cache"}))
     assert not recwarn.list
     with pytest.warns(
-        UserWarning, match=r"replay\.share is 0\.5, so the second pass of grad_cache encodes only a sample"
+        UserWarning,
+        match=r"replay\.share is 0\.5, so the second pass of grad_cache encodes only a sample",
     ):
         validate(config(**sampled, **{"bank.age_decay": 1.0}))
 
 
 def test_settings_with_effect_are_not_named(recwarn):
-    changes = {"data.hard_negatives": 1, "bank.hard_negatives": False, "data.dev": "dev", "run.metric": "mrr@10"}
-    validate(config(**changes, **{"model.unpad": True, "optim.name": "adamw_8bit", "bank.warmup_steps": 5}))
+    changes = {
+        "data.hard_negatives": 1,
+        "bank.hard_negatives": False,
+        "data.dev": "dev",
+        "run.metric": "mrr@10",
+    }
+    validate(
+        config(
+            **changes, **{"model.unpad": True, "optim.name": "adamw_8bit", "bank.warmup_steps": 5}
+        )
+    )
     check_total(config(**{"bank.warmup_steps": 5}), 6)
     check_total(config("grad_cache", **{"bank.warmup_steps": 9}), 6)
     assert not recwarn
 
 
 def test_a_bank_that_is_never_used_is_named():
-    with pytest.warns(UserWarning, match=r"bank\.warmup_steps is 6 in a run of 6 steps: the bank is never used"):
+    with pytest.warns(
+        UserWarning, match=r"bank\.warmup_steps is 6 in a run of 6 steps: the bank is never used"
+    ):
         check_total(config(**{"bank.warmup_steps": 6}), 6)
 
 
@@ -355,17 +451,29 @@ def test_processes_count_in_what_must_divide():
 def test_a_token_budget_only_wants_a_step_that_processes_can_share():
     by_tokens = config(**{"batch.micro_batch_tokens": 320, "batch.micro_batch_size": 8})
     validate(by_tokens, world=2)
-    with pytest.raises(InputError, match=r"batch\.global_batch_size 16 is not divisible by 3 processes"):
+    with pytest.raises(
+        InputError, match=r"batch\.global_batch_size 16 is not divisible by 3 processes"
+    ):
         validate(by_tokens, world=3)
-    assert by_tokens.usual_push(world=2, longest=100) == 6  # three of the longest pairs in each process
+    assert (
+        by_tokens.usual_push(world=2, longest=100) == 6
+    )  # three of the longest pairs in each process
     assert by_tokens.usual_push(world=2, longest=10) == 16
-    assert config("cont_cache", **{"batch.micro_batch_tokens": 320}).usual_push(world=2, longest=100) == 16
+    assert (
+        config("cont_cache", **{"batch.micro_batch_tokens": 320}).usual_push(world=2, longest=100)
+        == 16
+    )
     assert config().usual_push(world=2, longest=100) == 8
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("11GB", 11_000_000_000), ("10.5 GiB", 11_274_289_152), ("512MB", 512_000_000), ("512MiB", 536_870_912)],
+    [
+        ("11GB", 11_000_000_000),
+        ("10.5 GiB", 11_274_289_152),
+        ("512MB", 512_000_000),
+        ("512MiB", 536_870_912),
+    ],
 )
 def test_memory_in_bytes(text, size):
     assert parse_bytes(text) == size
@@ -392,11 +500,17 @@ def assigned(**changes) -> TrainConfig:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"optim.max_steps": "6"}, "optim.max_steps is '6', expected a whole number (at least 1), or null"),
+        (
+            {"optim.max_steps": "6"},
+            "optim.max_steps is '6', expected a whole number (at least 1), or null",
+        ),
         ({"bank.size": 24.0}, "bank.size is 24.0, expected a whole number"),
         ({"optim.learning_rate": True}, "optim.learning_rate is true, expected a number"),
         ({"resume": "false"}, "resume is 'false', expected true or false"),
-        ({"loss.matryoshka_dims": ["8"]}, "loss.matryoshka_dims is ['8'], expected a list of whole numbers"),
+        (
+            {"loss.matryoshka_dims": ["8"]},
+            "loss.matryoshka_dims is ['8'], expected a list of whole numbers",
+        ),
         ({"data.mixture": ["a"]}, "data.mixture[0] is 'a', expected a mapping with train, split"),
         ({"data.mixture": [{"train": 1}]}, "data.mixture[0].train is 1, expected text"),
         ({"bank": {"size": 8}}, "bank is a mapping, expected a BankConfig"),
@@ -410,7 +524,12 @@ def test_a_config_of_python_refuses_wrong_types_and_names(changes, sentence):
 
 
 def test_a_config_of_python_accepts_paths_and_numpy_numbers():
-    wanted = {"optim.learning_rate": 2e-5, "seed": 3, "data.train": "a", "loss.matryoshka_dims": [8]}
+    wanted = {
+        "optim.learning_rate": 2e-5,
+        "seed": 3,
+        "data.train": "a",
+        "loss.matryoshka_dims": [8],
+    }
     given = {"optim.learning_rate": np.float64(2e-5), "seed": np.int64(3), "data.train": Path("a")}
     made = assigned(**given, **{"loss.matryoshka_dims": np.array([8])})
     validate(made)
@@ -418,15 +537,24 @@ def test_a_config_of_python_accepts_paths_and_numpy_numbers():
 
 
 def test_changes_as_text_give_the_values_of_the_command_line():
-    made = with_changes(config(), {"optim.learning_rate": "1e-3", "bank.size": "null", "loss.matryoshka_dims": "[8]"})
-    assert (made.optim.learning_rate, made.bank.size, made.loss.matryoshka_dims) == (1e-3, None, [8])
+    made = with_changes(
+        config(),
+        {"optim.learning_rate": "1e-3", "bank.size": "null", "loss.matryoshka_dims": "[8]"},
+    )
+    assert (made.optim.learning_rate, made.bank.size, made.loss.matryoshka_dims) == (
+        1e-3,
+        None,
+        [8],
+    )
     assert config().bank.size is not None
     with pytest.raises(InputError, match=r"bank.size is 'many', expected a whole number"):
         with_changes(config(), {"bank.size": "many"})
 
 
 def test_a_config_of_a_mapping_is_the_config_that_it_came_from():
-    original = config(**{"data.train": "", "data.mixture": [MixtureConfig("x"), MixtureConfig("y")]})
+    original = config(
+        **{"data.train": "", "data.mixture": [MixtureConfig("x"), MixtureConfig("y")]}
+    )
     assert from_mapping(asdict(original)) == original
     with pytest.raises(InputError, match=r"bank.sise: no such setting; did you mean bank.size\?"):
         from_mapping({"bank": {"sise": 3}})

@@ -43,24 +43,37 @@ def written(tmp_path, monkeypatch):
 def test_sound_config_gets_as_far_as_its_data(written, capsys):
     """Negative control of this file: the settings that the cases add to are accepted."""
     dotted = "optim.learning_rate: 0.1\noptim: {max_steps: 3}\n"
-    for text in (SOUND, SOUND + dotted, SOUND + "format_version: 1\n", SOUND + "bank: &b {size: 256}\n"):
+    for text in (
+        SOUND,
+        SOUND + dotted,
+        SOUND + "format_version: 1\n",
+        SOUND + "bank: &b {size: 256}\n",
+    ):
         assert "nowhere" in refused(capsys, "train", "--config", written(text))
 
 
-BOMB = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9))
+BOMB = "a0: &a0 [x]\n" + "".join(
+    f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9)
+)
 MIXTURE = "data:\n  mixture: [{}]\n"
 FILES: list[tuple[str | bytes, str]] = [
     ("", "c.yaml: is empty, expected YAML with settings, such as 'seed: 1'"),
     ("\n- a\n- b\n", "c.yaml:2: found a list, expected settings"),
     ("hello\n", "c.yaml:1: found 'hello', expected settings"),
     ("5\n", "c.yaml:1: found 5, expected settings"),
-    ("batch:\n\tmicro_batch_size: 2\n", "c.yaml:2: not valid YAML (found character '\\t' that cannot start any token)"),
+    (
+        "batch:\n\tmicro_batch_size: 2\n",
+        "c.yaml:2: not valid YAML (found character '\\t' that cannot start any token)",
+    ),
     ("method cont_accum\nseed: 1\n", "c.yaml:2: not valid YAML"),
     (b"method: \xff\n", "c.yaml: byte 8 is not UTF-8, expected YAML"),
     (b"method: \0\n", "c.yaml: not usable YAML"),
     ("a: " + "[" * 99_000 + "]" * 99_000, "c.yaml: not usable YAML"),
     (BOMB, "c.yaml:1: a0: no such setting"),
-    ("output_dir: !secret x\n", "c.yaml:1: not valid YAML (could not determine a constructor for the tag '!secret')"),
+    (
+        "output_dir: !secret x\n",
+        "c.yaml:1: not valid YAML (could not determine a constructor for the tag '!secret')",
+    ),
     ("output_dir: !!python/object/apply:os.mkdir [x]\n", "c.yaml:1: not valid YAML"),
     ("seed: " + "9" * 5000 + "\n", "c.yaml: not usable YAML"),
     # names
@@ -69,12 +82,24 @@ FILES: list[tuple[str | bytes, str]] = [
     ("bank: {sise: 4}\n", "c.yaml:1: bank.sise: no such setting; did you mean bank.size?"),
     ("optm:\n  epochs: 1\n", "c.yaml:2: optm.epochs: no such setting; did you mean optim.epochs?"),
     ("bank: 5\n", "c.yaml:1: bank is 5, expected a group of settings, such as bank.size"),
-    ("seed: 1\nbank: [1]\n", "c.yaml:2: bank is [1], expected a group of settings, such as bank.size"),
+    (
+        "seed: 1\nbank: [1]\n",
+        "c.yaml:2: bank is [1], expected a group of settings, such as bank.size",
+    ),
     ("format_version: 2\n", "c.yaml:1: format_version is 2, expected 1"),
     # a setting twice
-    ("seed: 1\nseed: 2\n", "c.yaml:2: duplicate setting 'seed' (first in line 1); give each setting once"),
-    ("bank: {size: 4}\nbank: {size: 4}\n", "c.yaml:2: duplicate setting 'bank.size' (first in line 1)"),
-    ("optim.epochs: 1\noptim: {epochs: 2}\n", "c.yaml:2: duplicate setting 'optim.epochs' (first in line 1)"),
+    (
+        "seed: 1\nseed: 2\n",
+        "c.yaml:2: duplicate setting 'seed' (first in line 1); give each setting once",
+    ),
+    (
+        "bank: {size: 4}\nbank: {size: 4}\n",
+        "c.yaml:2: duplicate setting 'bank.size' (first in line 1)",
+    ),
+    (
+        "optim.epochs: 1\noptim: {epochs: 2}\n",
+        "c.yaml:2: duplicate setting 'optim.epochs' (first in line 1)",
+    ),
     (
         "run:\n  device: cpu\n  tf32: true\n  device: auto\n",
         "c.yaml:4: duplicate setting 'run.device' (first in line 2)",
@@ -83,13 +108,22 @@ FILES: list[tuple[str | bytes, str]] = [
     ("seed:", "c.yaml:1: seed is null, expected a whole number (at least 0)"),
     ("seed: ''\n", "c.yaml:1: seed is '', expected a whole number (at least 0)"),
     ("run: {tf32: 1}\n", "c.yaml:1: run.tf32 is 1, expected true or false"),
-    ("bank: {size: true}\n", "c.yaml:1: bank.size is true, expected a whole number (at least 0), or null"),
+    (
+        "bank: {size: true}\n",
+        "c.yaml:1: bank.size is true, expected a whole number (at least 0), or null",
+    ),
     ("bank: {size: [4]}\n", "c.yaml:1: bank.size is [4], expected a whole number"),
     ("bank: {size: -4}\n", "c.yaml:1: bank.size is -4, expected at least 0"),
     ("model: {temperature: 0}\n", "c.yaml:1: model.temperature is 0, expected more than 0"),
     ("optim: {warmup_ratio: 2}\n", "c.yaml:1: optim.warmup_ratio is 2, expected from 0 to 1"),
-    ("optim: {learning_rate: .nan}\n", "c.yaml:1: optim.learning_rate is nan, expected a finite number"),
-    ("optim: {learning_rate: .inf}\n", "c.yaml:1: optim.learning_rate is inf, expected a finite number"),
+    (
+        "optim: {learning_rate: .nan}\n",
+        "c.yaml:1: optim.learning_rate is nan, expected a finite number",
+    ),
+    (
+        "optim: {learning_rate: .inf}\n",
+        "c.yaml:1: optim.learning_rate is inf, expected a finite number",
+    ),
     ("run: {metric: 7}\n", "c.yaml:1: run.metric is 7, expected text; write it in quotes"),
     ("data:\n  train: {a: 1}\n", "c.yaml:2: data.train is a mapping, expected text"),
     ("run: {trackers: [[]]}\n", "c.yaml:1: run.trackers is a list, expected a list of texts"),
@@ -102,8 +136,14 @@ FILES: list[tuple[str | bytes, str]] = [
         MIXTURE.format("{train: a}, {train: b, weight: heavy}"),
         "c.yaml:2: data.mixture[1].weight is 'heavy', expected a number (more than 0), or null",
     ),
-    (MIXTURE.format("{train: a, train: b}"), "c.yaml:2: not valid YAML (duplicate key 'train', first in line 2)"),
-    (MIXTURE.format("scifact"), "c.yaml:2: data.mixture[0] is 'scifact', expected a mapping with train, split, weight"),
+    (
+        MIXTURE.format("{train: a, train: b}"),
+        "c.yaml:2: not valid YAML (duplicate key 'train', first in line 2)",
+    ),
+    (
+        MIXTURE.format("scifact"),
+        "c.yaml:2: data.mixture[0] is 'scifact', expected a mapping with train, split, weight",
+    ),
     (
         "data: {mixture: scifact}\n",
         "c.yaml:1: data.mixture is 'scifact', expected a list of mappings with train, split",
@@ -141,7 +181,8 @@ VALUES = [
     (
         "method",
         "cont_acum",
-        "expected one of in_batch, grad_accum, grad_cache, passage_bank, cont_accum, cont_cache; did you mean cont_accum?",
+        "expected one of in_batch, grad_accum, grad_cache, passage_bank, cont_accum, cont_cache; "
+        "did you mean cont_accum?",
     ),
     ("run.precision", "half", "expected one of fp32, bf16, fp16"),
     ("model.pooling", "none", "expected one of cls, mean, last, or null\n"),
@@ -153,7 +194,10 @@ VALUES = [
 def test_wrong_value_is_answered_with_the_allowed_values(name, value, words, written, capsys):
     for call, where in (
         (["train", f"--{name}", value], f"--{name} is "),
-        (["train", "--config", written(f"output_dir: out\n{name}: {value}\n")], f"c.yaml:2: {name} is "),
+        (
+            ["train", "--config", written(f"output_dir: out\n{name}: {value}\n")],
+            f"c.yaml:2: {name} is ",
+        ),
         (["train", "--config", "c.yaml", f"--{name}={value}"], f"--{name} is "),
     ):
         err = refused(capsys, *call)
@@ -191,7 +235,10 @@ def test_wrong_value_of_other_commands_is_refused(arguments, words, written, cap
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("per_device_train_batch_size", "use {0}batch.global_batch_size (pairs per update) or batch.micro_batch_size"),
+        (
+            "per_device_train_batch_size",
+            "use {0}batch.global_batch_size (pairs per update) or batch.micro_batch_size",
+        ),
         ("gradient_accumulation_steps", "use {0}batch.global_batch_size (steps x"),
         ("num_train_epochs", "use {0}optim.epochs"),
         ("fp16", "use {0}run.precision fp16"),
@@ -215,7 +262,9 @@ def test_name_of_another_trainer_is_answered_with_our_setting(name, words, writt
 
 def test_a_setting_of_training_is_answered_with_the_option_of_another_command(capsys):
     call = ["evaluate", "--model", "bm25", "--data", "x"]
-    assert refused(capsys, *call, "--run.device", "cpu").endswith("no such option; did you mean --device?\n")
+    assert refused(capsys, *call, "--run.device", "cpu").endswith(
+        "no such option; did you mean --device?\n"
+    )
     assert refused(capsys, *call, "--fp16").endswith("no such option; use --precision fp16\n")
 
 
@@ -228,16 +277,28 @@ def test_every_advised_setting_exists_and_no_name_is_ours():
 @pytest.mark.parametrize("prefix", ["# ", "&a", "&query ", "1", "true", "[a"])
 def test_a_text_on_the_command_line_is_not_read_as_yaml(prefix, capsys):
     """A comment or an anchor is no value in YAML: the prefix would be left out silently."""
-    model = printed(capsys, "--model.query_prefix", prefix, "--model.passage_prefix", "null")["model"]
+    model = printed(capsys, "--model.query_prefix", prefix, "--model.passage_prefix", "null")[
+        "model"
+    ]
     assert (model["query_prefix"], model["passage_prefix"]) == (prefix, None)
 
 
 def test_numbers_are_read_as_people_write_them(written, capsys):
     """YAML 1.1 would read 1e-3 as a text, and 2026-11-25 as a date."""
-    found = printed(capsys, "--config", written("optim: {learning_rate: 1e-3}\nmodel: {query_prefix: 2026-11-25}\n"))
-    assert (found["optim"]["learning_rate"], found["model"]["query_prefix"]) == (0.001, "2026-11-25")
+    found = printed(
+        capsys,
+        "--config",
+        written("optim: {learning_rate: 1e-3}\nmodel: {query_prefix: 2026-11-25}\n"),
+    )
+    assert (found["optim"]["learning_rate"], found["model"]["query_prefix"]) == (
+        0.001,
+        "2026-11-25",
+    )
     assert printed(capsys, "--optim.learning_rate", "2e-4")["optim"]["learning_rate"] == 0.0002
-    assert printed(capsys, "--loss.matryoshka_dims", "[8, 16]")["loss"]["matryoshka_dims"] == [8, 16]
+    assert printed(capsys, "--loss.matryoshka_dims", "[8, 16]")["loss"]["matryoshka_dims"] == [
+        8,
+        16,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +318,13 @@ def test_options_override_the_config_also_before_it(arguments, written, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["train"], ["compare"], ["plan", "--memory", "8GB"], ["auto", "--memory", "8GB", "--time", "1m"]]
+    "arguments",
+    [
+        ["train"],
+        ["compare"],
+        ["plan", "--memory", "8GB"],
+        ["auto", "--memory", "8GB", "--time", "1m"],
+    ],
 )
 def test_config_of_a_finished_run_is_accepted(arguments, written, capsys):
     config = TrainConfig(output_dir="out")
@@ -268,21 +335,41 @@ def test_config_of_a_finished_run_is_accepted(arguments, written, capsys):
 
 
 def test_every_setting_says_what_it_accepts():
-    assert all(described(declared.type) for command in COMMANDS.values() for declared in command.settings().values())
+    assert all(
+        described(declared.type)
+        for command in COMMANDS.values()
+        for declared in command.settings().values()
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["report"], "contaccum report: the following arguments are required: RUNS; contaccum report --help lists"),
+        (
+            ["report"],
+            "contaccum report: the following arguments are required: RUNS; contaccum report --help "
+            "lists",
+        ),
         (["merge"], "contaccum merge: the following arguments are required: MODEL, OUTPUT;"),
-        (["data", "convert", "a"], "contaccum data convert: the following arguments are required: TARGET, --to;"),
-        (["encode", "--model", "x"], "contaccum encode: the following arguments are required: --input, --output;"),
+        (
+            ["data", "convert", "a"],
+            "contaccum data convert: the following arguments are required: TARGET, --to;",
+        ),
+        (
+            ["encode", "--model", "x"],
+            "contaccum encode: the following arguments are required: --input, --output;",
+        ),
         (["train", "--seed"], "contaccum train: argument --seed: expected one argument;"),
         (["train", "seed"], "contaccum train: unexpected argument 'seed';"),
         (["train", "--resume", "true"], "--resume takes no value, but got 'true'"),
-        (["train", "--data", "x"], "--data is a group of settings, expected one of them, such as --data."),
-        (["data", "convertt", "a"], "contaccum data convertt: no such command; did you mean contaccum data convert?"),
+        (
+            ["train", "--data", "x"],
+            "--data is a group of settings, expected one of them, such as --data.",
+        ),
+        (
+            ["data", "convertt", "a"],
+            "contaccum data convertt: no such command; did you mean contaccum data convert?",
+        ),
         (["searchh"], "contaccum searchh: no such command; did you mean contaccum search?"),
         (["fly"], "contaccum fly: no such command; contaccum --help lists the commands"),
         (["data"], "no command was given; contaccum data --help lists the commands"),

@@ -175,7 +175,10 @@ def test_doctor_runs_without_the_hub_library():
 
 
 def test_hub_cache_is_the_folder_that_the_hub_library_uses():
-    script = "from contaccum import doctor; print([each.found.split(',')[0] for each in doctor.disks()][2])"
+    script = (
+        "from contaccum import doctor; print([each.found.split(',')[0] for each in "
+        "doctor.disks()][2])"
+    )
     names = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
     plain = {name: value for name, value in os.environ.items() if name not in names}
     for changes, expected in (
@@ -183,7 +186,9 @@ def test_hub_cache_is_the_folder_that_the_hub_library_uses():
         ({"HF_HOME": "~/hf"}, os.path.expanduser("~/hf/hub")),
         ({"HF_HUB_CACHE": "/tmp/hub"}, "/tmp/hub"),
     ):
-        done = subprocess.run([*PYTHON, script], env=plain | changes, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [*PYTHON, script], env=plain | changes, capture_output=True, text=True, check=True
+        )
         assert done.stdout.strip() == expected
 
 
@@ -198,7 +203,14 @@ class Answer(BaseHTTPRequestHandler):
 
 def test_a_missing_network_is_only_a_note(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+    for name in (
+        "http_proxy",
+        "https_proxy",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "all_proxy",
+        "ALL_PROXY",
+    ):
         monkeypatch.delenv(name, raising=False)
     with HTTPServer(("127.0.0.1", 0), Answer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -213,8 +225,15 @@ def test_a_missing_network_is_only_a_note(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set" in doctor.network().found
     script = "from contaccum import doctor; print(doctor.network().found)"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": "1", "HF_ENDPOINT": address}
-    done = subprocess.run([*PYTHON, script], env=environment, capture_output=True, text=True, check=True)
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "",
+        "TRANSFORMERS_OFFLINE": "1",
+        "HF_ENDPOINT": address,
+    }
+    done = subprocess.run(
+        [*PYTHON, script], env=environment, capture_output=True, text=True, check=True
+    )
     assert "TRANSFORMERS_OFFLINE is set" in done.stdout
 
 
@@ -226,10 +245,15 @@ def test_broken_faiss_exits_with_code_1(tmp_path):
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     call = [sys.executable, "-m", "contaccum", "doctor"]
-    done = subprocess.run(call, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        call, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert done.stderr == "contaccum: 1 of 14 checks failed: faiss\n"
     assert "1 of 14 checks failed: faiss" in done.stdout.splitlines()[0]
     assert "broken  faiss" in done.stdout
-    assert "faiss, which cannot be loaded (libcublas.so.12: cannot open shared object file)" in done.stdout
+    assert (
+        "faiss, which cannot be loaded (libcublas.so.12: cannot open shared object file)"
+        in done.stdout
+    )
     assert "ok      torch" in done.stdout

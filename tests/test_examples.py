@@ -1,4 +1,7 @@
-"""The notebook and the scripts of examples/ run on small data. The sentence-transformers script has its test with its loss."""
+"""The notebook and the scripts of examples/ run on small data.
+
+The sentence-transformers script has its test with its loss.
+"""
 
 import importlib.util
 import json
@@ -28,21 +31,34 @@ def run(folder: Path, *words: object) -> str:
         "HF_DATASETS_CACHE": str(folder / "cache"),
     }  # fmt: skip
     call = [sys.executable, *map(str, words)]
-    done = subprocess.run(call, cwd=folder, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        call,
+        cwd=folder,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 @pytest.fixture
 def encoder(tmp_path) -> DualEncoder:
-    texts = [f"the {colour} fox lives in valley {n}" for n, colour in enumerate(["red", "grey", "old"])]
+    texts = [
+        f"the {colour} fox lives in valley {n}" for n, colour in enumerate(["red", "grey", "old"])
+    ]
     tower = tiny_tower(texts, "mean", layers=1, width=32, vocabulary=100, max_length=256, seed=0)
     return DualEncoder(tower, tower, EncoderSettings(tie_towers=True))
 
 
 def test_notebook_has_no_stored_outputs():
     cells = json.loads((EXAMPLES / "train_your_own.ipynb").read_text(encoding="utf-8"))["cells"]
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells if "outputs" in cell)
+    assert all(
+        cell["outputs"] == [] and cell["execution_count"] is None
+        for cell in cells
+        if "outputs" in cell
+    )
 
 
 def test_notebook_runs_from_top_to_bottom_and_training_beats_bm25(tmp_path):
@@ -58,19 +74,34 @@ def test_notebook_runs_from_top_to_bottom_and_training_beats_bm25(tmp_path):
 
 def test_lightning_script_trains_a_model_that_other_libraries_load(encoder, tmp_path):
     encoder.save(tmp_path / "start")
-    rows = [{"query": f"where is fox {n}", "passage": f"the red fox lives in valley {n}"} for n in range(40)]
+    rows = [
+        {"query": f"where is fox {n}", "passage": f"the red fox lives in valley {n}"}
+        for n in range(40)
+    ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     start = tmp_path / "start" / "query_encoder"
-    call = [EXAMPLES / "lightning_contaccum.py", "--model", start, "--data", "pairs.jsonl", "--max_steps", 2]
+    call = [
+        EXAMPLES / "lightning_contaccum.py",
+        "--model",
+        start,
+        "--data",
+        "pairs.jsonl",
+        "--max_steps",
+        2,
+    ]
     assert run(tmp_path, *call).splitlines()[-1] == "runs/lightning/final"
     text = ["the red fox lives in valley 3"]
     ours = DualEncoder.load(tmp_path / "runs" / "lightning" / "final").encode_queries(text)
-    theirs = SentenceTransformer(str(tmp_path / "runs" / "lightning" / "final"), device="cpu").encode(text)
+    theirs = SentenceTransformer(
+        str(tmp_path / "runs" / "lightning" / "final"), device="cpu"
+    ).encode(text)
     np.testing.assert_allclose(ours, theirs / np.linalg.norm(theirs), atol=1e-5)
     assert np.abs(ours - encoder.encode_queries(text)).max() > 1e-5  # it was trained
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mteb") is None, reason="the package mteb is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("mteb") is None, reason="the package mteb is not installed"
+)
 def test_mteb_script_gives_our_score(encoder, tmp_path):
     data = write_beir(tmp_path / "data")
     encoder.save(tmp_path / "model")

@@ -1,6 +1,7 @@
 """Files made to do harm: each is refused in one sentence, and the canary that it would let out never appears.
 
-A hung reader would be ended by an alarm, a runaway one by the limit on the process; neither is a measure of speed.
+A hung reader would be ended by an alarm, a runaway one by the limit on the process; neither is a
+measure of speed.
 """
 
 import ast
@@ -101,8 +102,21 @@ def write_shards(folder: Path, data: bytes) -> None:
         "bytes": {kind: len(part) for kind, part in content.items()},
         "sha256": {kind: hashlib.sha256(part).hexdigest() for kind, part in content.items()},
     }  # fmt: skip
-    job = {"kind": "passage", "encoder": "e", "source": "s", "rows": 1, "shard_size": 1, "dtype": "float32"}
-    manifest = {"format": "contaccum-embeddings", "version": 1, "job": job, "dimension": 2, "shards": [entry]}
+    job = {
+        "kind": "passage",
+        "encoder": "e",
+        "source": "s",
+        "rows": 1,
+        "shard_size": 1,
+        "dtype": "float32",
+    }
+    manifest = {
+        "format": "contaccum-embeddings",
+        "version": 1,
+        "job": job,
+        "dimension": 2,
+        "shards": [entry],
+    }
     write_json(folder / "manifest.json", manifest)
 
 
@@ -125,7 +139,9 @@ SOUND_VECTORS = npy(np.zeros((1, 2), dtype=np.float32))
     [
         lambda canary: npy(np.array([[Bomb(canary), Bomb(canary)]], dtype=object)),
         lambda canary: npy_header("{'descr': "),
-        lambda canary: npy_header(f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({10**30}, 2), }}"),
+        lambda canary: npy_header(
+            f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({10**30}, 2), }}"
+        ),
         lambda canary: b"",
     ],
     ids=["pickled", "half a header", "huge shape", "empty"],
@@ -173,7 +189,12 @@ def test_a_hostile_manifest_is_refused(text, tmp_path):
 
 @pytest.mark.parametrize(
     ("start", "stop", "damage"),
-    [(0, 4, b"XXXX"), (4, 8, struct.pack("<i", 2**31 - 1)), (8, 16, struct.pack("<q", 2**60)), (150, None, b"")],
+    [
+        (0, 4, b"XXXX"),
+        (4, 8, struct.pack("<i", 2**31 - 1)),
+        (8, 16, struct.pack("<q", 2**60)),
+        (150, None, b""),
+    ],
     ids=["kind", "width", "rows", "cut"],
 )
 def test_a_hostile_index_is_refused_with_the_right_hash_too(start, stop, damage, tmp_path):
@@ -196,7 +217,12 @@ def test_a_hostile_index_is_refused_with_the_right_hash_too(start, stop, damage,
 
 
 @pytest.mark.parametrize(
-    "header", [struct.pack("<Q", 2**63), struct.pack("<Q", 10**9), struct.pack("<Q", 100_000) + b"[" * 100_000]
+    "header",
+    [
+        struct.pack("<Q", 2**63),
+        struct.pack("<Q", 10**9),
+        struct.pack("<Q", 100_000) + b"[" * 100_000,
+    ],
 )
 def test_a_hostile_safetensors_header_is_refused(header, trained, tmp_path, capsys):
     model = tmp_path / "model"
@@ -211,7 +237,9 @@ def test_a_model_of_pickled_weights_alone_is_refused(trained, tmp_path, canary, 
     for tower in ("query_encoder", "passage_encoder"):
         (model / tower / "model.safetensors").unlink()
         (model / tower / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(canary)))
-    assert "no encoder could be loaded" in refused(capsys, "evaluate", "--model", model, "--data", trained / "data")
+    assert "no encoder could be loaded" in refused(
+        capsys, "evaluate", "--model", model, "--data", trained / "data"
+    )
 
 
 @pytest.mark.parametrize("name", ["examples.pkl", "data.pt", "train.pyd"])
@@ -230,7 +258,11 @@ def test_code_that_comes_with_a_model_is_not_run(file, trained, tmp_path, canary
     encoder.query_tower.tokenizer.save_pretrained(folder)
     (folder / "evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Evil: pass\n")
     about = json.loads((folder / file).read_text())
-    own = {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil", "AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    own = {
+        "AutoConfig": "evil.Evil",
+        "AutoModel": "evil.Evil",
+        "AutoTokenizer": ["evil.Evil", "evil.Evil"],
+    }
     about |= {"auto_map": own, "model_type": "evil", "tokenizer_class": "Evil"}
     (folder / file).write_text(json.dumps(about))
     main(["evaluate", "--model", str(folder), "--data", str(trained / "data")])
@@ -259,7 +291,9 @@ def test_a_config_runs_and_imports_nothing(command, text, tmp_path, canary, caps
 
 
 def test_a_runs_own_config_runs_nothing(tmp_path, canary):
-    (tmp_path / "config.yaml").write_text(f"output_dir: !!python/object/apply:os.mkdir ['{canary}']\n")
+    (tmp_path / "config.yaml").write_text(
+        f"output_dir: !!python/object/apply:os.mkdir ['{canary}']\n"
+    )
     with pytest.raises(InputError, match=r"config\.yaml:1: not valid YAML"):
         read_config(tmp_path)
 
@@ -268,7 +302,8 @@ def test_a_runs_own_config_runs_nothing(tmp_path, canary):
     "answers",
     [
         "[__import__('os').mkdir('{canary}')]", "__import__('os').mkdir('{canary}')", "[open('{canary}', 'w')]",
-        "[(lambda: 0)()]", "['a' * 10**10]", "[9**9**9**9]", "[x for x in range(10**10)]", "[f'{1}']", "[" * 100_000,
+        "[(lambda: 0)()]", "['a' * 10**10]", "[9**9**9**9]", "[x for x in "
+                                                             "range(10**10)]", "[f'{1}']", "[" * 100_000,
         "[" + "-" * 90_000 + "1]",
         "[" + "'a'," * 100_000 + "__import__('os').mkdir('{canary}')]",
     ],
@@ -282,7 +317,11 @@ def test_answers_are_literals_alone(answers, tmp_path, canary, capsys):
 def test_a_pattern_that_backtracks_without_end_is_stopped(pattern):
     corpus = Dataset.from_dict({"id": ["p"], "title": [""], "text": ["a" * 300 + "c"]})
     try:
-        sentence = str(answer_accuracy([Question("q", [pattern])], {"0": [("p", 1.0)]}, corpus, match="regex")["mean"])
+        sentence = str(
+            answer_accuracy([Question("q", [pattern])], {"0": [("p", 1.0)]}, corpus, match="regex")[
+                "mean"
+            ]
+        )
     except InputError as error:
         sentence = str(error)
     assert "took more than" in sentence or "'top1': 0.0" in sentence
@@ -292,11 +331,20 @@ def test_a_pattern_that_backtracks_without_end_is_stopped(pattern):
 
 
 @pytest.mark.parametrize("form", ["beir", "dpr", "jsonl", "tevatron"])
-@pytest.mark.parametrize("key", ["../canary", "../../canary", "{canary}", "nul\0", "x" * 5000, "con"])
+@pytest.mark.parametrize(
+    "key", ["../canary", "../../canary", "{canary}", "nul\0", "x" * 5000, "con"]
+)
 def test_ids_are_never_paths(form, key, tmp_path, canary):
     key = key.format(canary=canary)
     (tmp_path / "deep").mkdir()
-    record = {"query_id": key, "query": "x", "pos": ["a"], "pos_id": [key], "neg": ["b"], "neg_id": [key + "2"]}
+    record = {
+        "query_id": key,
+        "query": "x",
+        "pos": ["a"],
+        "pos_id": [key],
+        "neg": ["b"],
+        "neg_id": [key + "2"],
+    }
     (tmp_path / "source.jsonl").write_text(json.dumps(record) + "\n")
     if (form, key) == ("beir", "nul\0"):
         with pytest.raises(InputError, match="NUL"):
@@ -307,15 +355,30 @@ def test_ids_are_never_paths(form, key, tmp_path, canary):
     assert {path.name for path in (tmp_path / "deep").iterdir()} <= {"out"}
 
 
-CLIMBING = ["../canary", "../../canary", "../../../canary", "{canary}", "a/canary", "..", ".", "", "nul\0", "\ud800"]
+CLIMBING = [
+    "../canary",
+    "../../canary",
+    "../../../canary",
+    "{canary}",
+    "a/canary",
+    "..",
+    ".",
+    "",
+    "nul\0",
+    "\ud800",
+]
 
 
 @pytest.mark.parametrize("split", CLIMBING)
 def test_splits_are_never_paths(split, tmp_path, canary):
     split = split.format(canary=canary)
     (tmp_path / "set").mkdir()
-    with pytest.raises(InputError, match=r"split '.*' cannot be a file name; use a plain name such as train"):
-        write_beir_folder(tmp_path / "set", [], [], {"train": [("q", "p", 1)], split: [("q", "p", 1)]})
+    with pytest.raises(
+        InputError, match=r"split '.*' cannot be a file name; use a plain name such as train"
+    ):
+        write_beir_folder(
+            tmp_path / "set", [], [], {"train": [("q", "p", 1)], split: [("q", "p", 1)]}
+        )
     assert not list((tmp_path / "set").iterdir())
     assert not list(tmp_path.rglob("*canary*"))
 
@@ -342,7 +405,9 @@ def test_the_splits_of_a_repository_are_never_paths(split, tmp_path, canary, sci
         (scifact / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
         data_files = [{"split": split.format(canary=canary), "path": f"{name}.jsonl"}]
         configurations.append({"config_name": name, "data_files": data_files})
-    (scifact / "README.md").write_text(f"---\n{json.dumps({'configs': configurations})}\n---\n")  # JSON is YAML
+    (scifact / "README.md").write_text(
+        f"---\n{json.dumps({'configs': configurations})}\n---\n"
+    )  # JSON is YAML
     if split == "test":  # negative control
         assert (fetch("mteb/SciFact") / "qrels" / "test.tsv").read_text().endswith("q\tc\t1\n")
     else:
@@ -352,11 +417,19 @@ def test_the_splits_of_a_repository_are_never_paths(split, tmp_path, canary, sci
 
 
 def test_aliases_in_a_repositorys_readme_are_not_expanded(scifact):
-    bomb = ["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12))]
+    bomb = [
+        "a0: &a0 [x]",
+        *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)),
+    ]
     data_files = "[{split: test, path: {a: *a11}}]"
-    names = "".join(f"- config_name: {name}\n  data_files: {data_files}\n" for name in ("corpus", "queries", "default"))
+    names = "".join(
+        f"- config_name: {name}\n  data_files: {data_files}\n"
+        for name in ("corpus", "queries", "default")
+    )
     (scifact / "README.md").write_text("---\n" + "\n".join(bomb) + f"\nconfigs:\n{names}---\n")
-    with pytest.raises(InputError, match=r"README\.md: its metadata has \d+ values; at most \d+ are allowed"):
+    with pytest.raises(
+        InputError, match=r"README\.md: its metadata has \d+ values; at most \d+ are allowed"
+    ):
         fetch("mteb/SciFact")
 
 
@@ -381,7 +454,10 @@ def test_no_token_is_written_anywhere(tmp_path, capsys, monkeypatch):
     config = train_config(write_beir(tmp_path / "data"), tmp_path / "run", **trackers)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert main(["train", "--config", "config.yaml"]) == 0
-    assert main(["evaluate", "--model", "run/model", "--data", "data", "--output", "run/metrics.json"]) == 0
+    assert (
+        main(["evaluate", "--model", "run/model", "--data", "data", "--output", "run/metrics.json"])
+        == 0
+    )
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 20
     assert not [path for path in files if secret.encode() in path.read_bytes()]
@@ -399,7 +475,17 @@ def has_tensorboard() -> bool:
 # the source itself
 
 PACKAGE = Path(__file__).parent.parent / "contaccum"
-FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "code", "imp"}
+FORBIDDEN_MODULES = {
+    "pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "marshal",
+    "shelve",
+    "code",
+    "imp",
+}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "yaml.load", "yaml.full_load", "yaml.unsafe_load", "os.system",
                    "os.popen", "torch.save", "pd.read_pickle"}  # fmt: skip
 
@@ -412,7 +498,10 @@ def breaches(source: str) -> list[str]:
             names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
             found += [name for name in names if name.split(".")[0] in FORBIDDEN_MODULES]
         elif isinstance(node, ast.Call):
-            name, given = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
+            name, given = (
+                ast.unparse(node.func),
+                {word.arg: ast.unparse(word.value) for word in node.keywords},
+            )
             wrong = (
                 name in FORBIDDEN_CALLS
                 or (name == "torch.load" and given.get("weights_only") != "True")
@@ -431,7 +520,9 @@ def breaches(source: str) -> list[str]:
 
 
 def test_the_source_runs_no_data():
-    found = {str(path): breaches(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    found = {
+        str(path): breaches(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")
+    }
     assert len(found) > 50
     assert {path: names for path, names in found.items() if names} == {}
 
@@ -439,13 +530,22 @@ def test_the_source_runs_no_data():
 @pytest.mark.parametrize(
     "line",
     [
-        "import pickle", "from pickle import loads", "import shelve", "from marshal import loads", "eval('1')", "exec(x)",
-        "torch.load(p)", "torch.load(p, weights_only=False)", "np.load(p)", "np.load(p, allow_pickle=True)", "np.save(p, x)",
-        "yaml.load(x)", "yaml.unsafe_load(x)", "yaml.compose(x)", "subprocess.run('ls', shell=True)", "os.system('ls')",
-        "AutoModel.from_pretrained(n, trust_remote_code=True)", "bundle.extractall(x)", "pd.read_pickle(x)",
+        "import pickle", "from pickle import loads", "import shelve", "from marshal import "
+                                                                      "loads", "eval('1')", "exec(x)",
+        "torch.load(p)", "torch.load(p, weights_only=False)", "np.load(p)", "np.load(p, "
+                                                                            "allow_pickle=True)", "np.save(p, x)",
+        "yaml.load(x)", "yaml.unsafe_load(x)", "yaml.compose(x)", "subprocess.run('ls', "
+                                                                  "shell=True)", "os.system('ls')",
+        "AutoModel.from_pretrained(n, "
+        "trust_remote_code=True)", "bundle.extractall(x)", "pd.read_pickle(x)",
     ],
 )  # fmt: skip
 def test_the_rule_sees_each_breach(line):
     """Negative control."""
     assert breaches(line) != []
-    assert breaches("np.load(p, allow_pickle=False)\ntorch.load(p, weights_only=True)\nyaml.safe_load(x)") == []
+    assert (
+        breaches(
+            "np.load(p, allow_pickle=False)\ntorch.load(p, weights_only=True)\nyaml.safe_load(x)"
+        )
+        == []
+    )

@@ -139,7 +139,9 @@ def test_the_way_in_is_light(name):
     top = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     modules = [getattr(node, "module", None) or node.names[0].name for node in top]
     allowed = ("cli", "config", "errors", "runtime")
-    assert not [m for m in modules if m.split(".")[0] in ("torch", "transformers", "datasets", "numpy")]
+    assert not [
+        m for m in modules if m.split(".")[0] in ("torch", "transformers", "datasets", "numpy")
+    ]
     assert not [m for m in modules if m.startswith("contaccum.") and part_of(m) not in allowed]
 
 

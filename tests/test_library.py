@@ -8,7 +8,16 @@ import pytest
 from helpers import tiny_encoder, write_beir
 
 import contaccum
-from contaccum import Retriever, encode, evaluate, evaluate_benchmark, evaluate_run_file, look, mine, search
+from contaccum import (
+    Retriever,
+    encode,
+    evaluate,
+    evaluate_benchmark,
+    evaluate_run_file,
+    look,
+    mine,
+    search,
+)
 from contaccum.cli import main
 from contaccum.data.dataset import open_dataset
 from contaccum.errors import InputError
@@ -23,16 +32,27 @@ def test_every_function_accepts_paths(data, tmp_path):
     tiny_encoder().save(model := tmp_path / "model")
     metrics = evaluate(model, data, "train", output=tmp_path / "metrics.json")
     saved = json.loads((tmp_path / "metrics.json").read_text())
-    assert (saved["model"], saved["data"], saved["mean"]) == (str(model), str(data), metrics["mean"])
+    assert (saved["model"], saved["data"], saved["mean"]) == (
+        str(model),
+        str(data),
+        metrics["mean"],
+    )
     assert metrics == evaluate(str(model), str(data), "train")
-    assert evaluate_benchmark(model, str(data), "train", output=tmp_path / "all")["mean"] == metrics["mean"]
+    assert (
+        evaluate_benchmark(model, str(data), "train", output=tmp_path / "all")["mean"]
+        == metrics["mean"]
+    )
     run = search(model, data, "train", output=tmp_path / "run.trec")
     assert look(model, data, "anything", k=1)
     assert set(run) == set(search(str(model), str(data), "train"))
-    scored = evaluate_run_file(tmp_path / "run.trec", data / "qrels" / "train.tsv", tmp_path / "run.json")
+    scored = evaluate_run_file(
+        tmp_path / "run.trec", data / "qrels" / "train.tsv", tmp_path / "run.json"
+    )
     assert scored["queries"] == len(run)
     corpus = open_dataset(data).corpus
-    first, second = (Retriever.open(each, corpus).search({"q": "anything"}, 1) for each in (model, str(model)))
+    first, second = (
+        Retriever.open(each, corpus).search({"q": "anything"}, 1) for each in (model, str(model))
+    )
     assert first == second
     assert "vectors of 32 numbers" in encode(model, data, tmp_path / "vectors")
     assert mine(model, data, tmp_path / "mined.jsonl")["queries"] == len(run)
@@ -41,7 +61,9 @@ def test_every_function_accepts_paths(data, tmp_path):
 def test_wrong_arguments_are_named(data):
     retriever = Retriever.open("bm25", corpus := open_dataset(data).corpus)
     for queries, found in ((["a"], "list"), ("a", "str")):
-        with pytest.raises(InputError, match=f"queries is a {found}; expected a mapping from query id to text"):
+        with pytest.raises(
+            InputError, match=f"queries is a {found}; expected a mapping from query id to text"
+        ):
             retriever.search(queries)
     with pytest.raises(InputError, match="query 'q': found NoneType; expected a text"):
         retriever.search({"q": None})

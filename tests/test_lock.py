@@ -28,7 +28,9 @@ with folder_lock(sys.argv[1]):
 @pytest.fixture
 def holder(tmp_path):
     """A real process that holds the lock of ``tmp_path / "run"``."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
@@ -72,7 +74,10 @@ def test_a_reused_process_number_is_no_holder(holder, tmp_path, capsys):
 
 def test_the_lock_of_another_host_is_refused_and_the_file_to_delete_is_named(tmp_path):
     (tmp_path / LOCK_FILE).write_text("4\nnode7\n")
-    said = f"{LOCK_FILE}: process 4 on host node7 is using .* If that process has ended, delete the lock file"
+    said = (
+        f"{LOCK_FILE}: process 4 on host node7 is using .* If that process has ended, delete "
+        "the lock file"
+    )
     with pytest.raises(InputError, match=said), folder_lock(tmp_path):
         pass
     (tmp_path / LOCK_FILE).unlink()
@@ -80,13 +85,17 @@ def test_the_lock_of_another_host_is_refused_and_the_file_to_delete_is_named(tmp
         pass
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"host": "a", "pid": 3, "started": "1", "boot": "2"}', "\0\0\0"])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"host": "a", "pid": 3, "started": "1", "boot": "2"}', "\0\0\0"]
+)
 def test_a_lock_that_names_no_process_is_taken_over(content, tmp_path, capsys):
     """A power cut left half of it, or an earlier version wrote it."""
     (tmp_path / LOCK_FILE).write_text(content)
     with folder_lock(tmp_path):
         pass
-    assert "an unknown process has ended; this process takes over its lock" in capsys.readouterr().err
+    assert (
+        "an unknown process has ended; this process takes over its lock" in capsys.readouterr().err
+    )
 
 
 def test_an_empty_lock_is_taken_over_after_a_wait(tmp_path, monkeypatch, capsys):
@@ -95,7 +104,9 @@ def test_an_empty_lock_is_taken_over_after_a_wait(tmp_path, monkeypatch, capsys)
     (tmp_path / LOCK_FILE).touch()
     with folder_lock(tmp_path):
         assert (tmp_path / LOCK_FILE).read_text()
-    assert "an unknown process has ended; this process takes over its lock" in capsys.readouterr().err
+    assert (
+        "an unknown process has ended; this process takes over its lock" in capsys.readouterr().err
+    )
 
 
 def test_a_waiting_lock_takes_over_an_empty_lock(tmp_path):
@@ -117,7 +128,9 @@ def test_a_waiting_lock_takes_over_an_empty_lock(tmp_path):
 def test_the_file_of_a_killed_takeover_is_no_foreign_file(tmp_path):
     """filelock writes it while it takes over a lock; a second kill at that moment leaves it."""
     (tmp_path / f"{LOCK_FILE}.break.123.0123456789abcdef").write_text("")
-    check_folder(tmp_path, EncodingJob("passage", "encoder", "source", rows=1, shard_size=1, dtype="float32"))
+    check_folder(
+        tmp_path, EncodingJob("passage", "encoder", "source", rows=1, shard_size=1, dtype="float32")
+    )
     with claimed_folder(TrainConfig(output_dir=str(tmp_path))):
         pass
 

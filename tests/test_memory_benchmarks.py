@@ -21,8 +21,12 @@ def script(name: str):
 
 @pytest.fixture
 def model(tmp_path):
-    tower = tiny_tower(["the red fox"] * 3, "mean", layers=1, width=64, vocabulary=200, max_length=40, seed=0)
-    DualEncoder(tower, tower, EncoderSettings(max_query_length=32, max_passage_length=40)).save(tmp_path / "model")
+    tower = tiny_tower(
+        ["the red fox"] * 3, "mean", layers=1, width=64, vocabulary=200, max_length=40, seed=0
+    )
+    DualEncoder(tower, tower, EncoderSettings(max_query_length=32, max_passage_length=40)).save(
+        tmp_path / "model"
+    )
     return str(tmp_path / "model")
 
 
@@ -40,7 +44,13 @@ def test_each_memory_switch_runs_or_says_why_not(model):
             assert row["step_s"] > 0
             ran.append(name)
     assert all(re.search("CUDA|CPU|flash-attn", reason) for reason in refused.values()), refused
-    assert {"plain (B = 8, fp32)", "gradient checkpointing", "bf16", "unpadded", "8-bit AdamW"} <= set(ran)
+    assert {
+        "plain (B = 8, fp32)",
+        "gradient checkpointing",
+        "bf16",
+        "unpadded",
+        "8-bit AdamW",
+    } <= set(ran)
 
 
 def test_micro_batch_sizes_share_the_same_texts(model):

@@ -41,14 +41,21 @@ def test_workflows_run_the_checks_of_ci_on_every_supported_python():
     for path in (ROOT / ".github" / "workflows").iterdir():
         text = path.read_text()
         for extras in re.findall(r"'\.\[(.+?)\]'", text):
-            assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras.split(","))
+            assert all(
+                f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text()
+                for extra in extras.split(",")
+            )
         torch = re.findall(r"torch==([\d.]+)", text)
-        assert all(f"torch=={version}\n" in (ROOT / "requirements.lock").read_text() for version in torch)
+        assert all(
+            f"torch=={version}\n" in (ROOT / "requirements.lock").read_text() for version in torch
+        )
 
 
 def test_hooks_and_ci_run_the_same_tools():
     (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    tools = {" ".join(hook["entry"].replace("--force-exclude", "").split()) for hook in local["hooks"]}
+    tools = {
+        " ".join(hook["entry"].replace("--force-exclude", "").split()) for hook in local["hooks"]
+    }
     assert tools == {"ruff check", "ruff format", "mypy", "codespell"}
     ci = (ROOT / ".ci" / "run").read_text().splitlines()
     assert all(any(line.startswith(tool) for line in ci) for tool in tools)
@@ -69,13 +76,32 @@ def test_wheel_and_sdist_hold_what_they_should_and_work(tmp_path):
     assert any(name.endswith("licenses/LICENSE") for name in files)
     with tarfile.open(source) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "CITATION.cff", "configs/finetune.yaml", "contaccum/py.typed"} <= held
+    assert {
+        "LICENSE",
+        "README.md",
+        "CITATION.cff",
+        "configs/finetune.yaml",
+        "contaccum/py.typed",
+    } <= held
     assert not [name for name in held if name.startswith(("tests", "data", "docs", "benchmarks"))]
 
     place = tmp_path / "installed"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(place), str(wheel)]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(place),
+        str(wheel),
+    ]
     subprocess.run(install, check=True, capture_output=True)
-    script = "import contaccum, sys; print(contaccum.__file__); from contaccum.cli import main; sys.exit(main())"
+    script = (
+        "import contaccum, sys; print(contaccum.__file__); from contaccum.cli import main; "
+        "sys.exit(main())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script, "data", "demo", "demo"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(place)}, capture_output=True, text=True, check=True,
@@ -86,4 +112,6 @@ def test_wheel_and_sdist_hold_what_they_should_and_work(tmp_path):
     )  # fmt: skip
     assert "method: grad_cache" in settings.stdout
     assert done.stdout.split() == [str(place / "contaccum" / "__init__.py"), "demo"]
-    assert (tmp_path / "demo" / "corpus.jsonl").read_bytes() == (ROOT / "data" / "demo" / "corpus.jsonl").read_bytes()
+    assert (tmp_path / "demo" / "corpus.jsonl").read_bytes() == (
+        ROOT / "data" / "demo" / "corpus.jsonl"
+    ).read_bytes()

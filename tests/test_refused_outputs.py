@@ -39,7 +39,11 @@ def files(tmp_path, monkeypatch):
 
 
 def contents() -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file() and "cache" not in path.parts}
+    return {
+        str(path): path.read_bytes()
+        for path in Path().rglob("*")
+        if path.is_file() and "cache" not in path.parts
+    }
 
 
 @pytest.mark.parametrize(
@@ -83,9 +87,15 @@ def test_an_output_that_is_an_input_is_refused_and_nothing_changes(call, capsys)
         (f"search {BM25} --split test --output m", "m: is a folder; expected the name of a file"),
         (f"search {BM25} --split test --output .", ".: is a folder; expected the name of a file"),
         (f"evaluate {BM25} --output m", "m: is a folder; expected the name of a file"),
-        (f"search {BM25} --split test --output pipe", "pipe: is a device or a pipe; expected the name of a file"),
+        (
+            f"search {BM25} --split test --output pipe",
+            "pipe: is a device or a pipe; expected the name of a file",
+        ),
         (f"mine {BM25} --output .", ".: exists already; choose a new path"),
-        ("data convert ../d . --to beir --split test", ".: this folder cannot be replaced; choose a new path"),
+        (
+            "data convert ../d . --to beir --split test",
+            ".: this folder cannot be replaced; choose a new path",
+        ),
     ],
 )
 def test_an_output_that_is_no_file_is_refused_before_the_work(call, sentence, capsys, monkeypatch):
@@ -99,7 +109,8 @@ def test_an_output_that_is_no_file_is_refused_before_the_work(call, sentence, ca
 
 
 @pytest.mark.parametrize(
-    "call", [f"search {BM25} --split test --output d/run.trec", f"evaluate {BM25} --output d/m.json"]
+    "call",
+    [f"search {BM25} --split test --output d/run.trec", f"evaluate {BM25} --output d/m.json"],
 )
 def test_an_output_next_to_the_inputs_is_written_again(call, capsys):
     """Negative control: only files that commands read count as inputs."""
@@ -112,7 +123,10 @@ def test_an_output_next_to_the_inputs_is_written_again(call, capsys):
 
 
 def test_a_linked_output_replaces_the_target_of_the_link(tmp_path):
-    """A result on another disk. A device, such as /dev/null for root, is never replaced by a file."""
+    """A result on another disk.
+
+    A device, such as /dev/null for root, is never replaced by a file.
+    """
     (tmp_path / "disk").mkdir()
     Path("result.trec").symlink_to("disk/run.trec")
     assert main(f"search {BM25} --split test --output plain.trec".split()) == 0
@@ -135,7 +149,9 @@ def test_names_and_objects_are_no_paths(tmp_path):
     others = ("scifact", None, object(), tmp_path / "nowhere")
     for case in ((output, *others), (None, output, *others), (tmp_path / "new", *others)):
         assert refuse_input_as_output(*case) is None
-    with pytest.raises(InputError, match="is an input of this call"):  # control: the check does reach the last input
+    with pytest.raises(
+        InputError, match="is an input of this call"
+    ):  # control: the check does reach the last input
         refuse_input_as_output(output, *others, output)
 
 
@@ -163,5 +179,9 @@ def test_text_that_is_not_utf8_is_refused_in_one_sentence(text, capsys):
     with pytest.raises(InputError, match=r"bert: query_prefix: .*; the text must be valid UTF-8$"):
         DualEncoder.load(folder, query_prefix=text)
     table = Dataset.from_dict({"text": ["sound"]})
-    with pytest.raises(InputError, match=r"^prefix '.*': .*; the text must be valid UTF-8$"):  # of a mixture's data set
-        build_token_table(table, ["text"], model.query_tower.tokenizer, max_length=8, prefix=text, fingerprint="")
+    with pytest.raises(
+        InputError, match=r"^prefix '.*': .*; the text must be valid UTF-8$"
+    ):  # of a mixture's data set
+        build_token_table(
+            table, ["text"], model.query_tower.tokenizer, max_length=8, prefix=text, fingerprint=""
+        )

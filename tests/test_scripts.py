@@ -22,7 +22,16 @@ pytestmark = pytest.mark.acceptance
 
 ROOT = Path(__file__).parent.parent
 TINY = [
-    *("--model.name", "tiny", "--model.tiny_width", "32", "--model.tiny_layers", "1", "--model.tiny_vocabulary", "200"),
+    *(
+        "--model.name",
+        "tiny",
+        "--model.tiny_width",
+        "32",
+        "--model.tiny_layers",
+        "1",
+        "--model.tiny_vocabulary",
+        "200",
+    ),
     *("--model.max_query_length", "16", "--model.max_passage_length", "16"),
     *(
         "--batch.global_batch_size",
@@ -42,9 +51,15 @@ def script(forked_programs):
     """Function from a script, its arguments and variables to what it prints."""
 
     def run(name: str, *arguments: object, **environment: str) -> str:
-        call = ["bash", f"scripts/{name}", *map(str, arguments)]  # CDPATH changes only relative paths
+        call = [
+            "bash",
+            f"scripts/{name}",
+            *map(str, arguments),
+        ]  # CDPATH changes only relative paths
         variables = {**os.environ, "VIRTUAL_ENV": sys.prefix, **forked_programs, **environment}
-        done = subprocess.run(call, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            call, cwd=ROOT, env=variables, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 
@@ -93,7 +108,14 @@ def test_beir_script_searches_again_after_the_model_was_trained_further(script, 
         path.unlink()
     run, found = tmp_path / "run", []
     for steps in (3, 9):
-        more = ["--optim.max_steps", steps, "--optim.learning_rate", 1e-2, "--allow_changes", "true"]
+        more = [
+            "--optim.max_steps",
+            steps,
+            "--optim.learning_rate",
+            1e-2,
+            "--allow_changes",
+            "true",
+        ]
         if steps == 9:
             shutil.rmtree(run / "embeddings")
         script("beir.sh", data, run, *TINY, *more)
@@ -105,7 +127,11 @@ def test_rounds_script_mines_and_trains_as_the_single_commands(script, data, tmp
     """A second call mines and trains nothing again, and adds the missing round."""
     rounds = tmp_path / "rounds"
     script("rounds.sh", "tiny", data, rounds, 0, *TINY[2:])
-    first = (rounds / "mined-0.jsonl").stat().st_mtime_ns, read_log(rounds / "round-0"), weights(rounds / "round-0")
+    first = (
+        (rounds / "mined-0.jsonl").stat().st_mtime_ns,
+        read_log(rounds / "round-0"),
+        weights(rounds / "round-0"),
+    )
     script("rounds.sh", "tiny", data, rounds, 1, *TINY[2:])
     assert first == (
         (rounds / "mined-0.jsonl").stat().st_mtime_ns,
@@ -116,8 +142,15 @@ def test_rounds_script_mines_and_trains_as_the_single_commands(script, data, tmp
     mined = [[json.loads(line) for line in (rounds / f"mined-{n}.jsonl").open()] for n in range(2)]
     for number, model in enumerate(["bm25", str(rounds / "round-0" / "model")]):
         alone = tmp_path / f"{number}.jsonl"
-        mine(EncoderConfig(model), str(data), str(alone), mining=MineConfig(num_negatives=5, relative_margin=0.05))
-        assert [json.loads(line)["neg_id"] for line in alone.open()] == [row["neg_id"] for row in mined[number]]
+        mine(
+            EncoderConfig(model),
+            str(data),
+            str(alone),
+            mining=MineConfig(num_negatives=5, relative_margin=0.05),
+        )
+        assert [json.loads(line)["neg_id"] for line in alone.open()] == [
+            row["neg_id"] for row in mined[number]
+        ]
     assert mined[0] != mined[1]
     for number in range(2):
         config = yaml.safe_load((rounds / f"round-{number}" / "config.yaml").read_text())
@@ -140,4 +173,6 @@ def test_nq_script_prints_answer_accuracy_for_local_files(script, data, tmp_path
     local = {name: str(tmp_path / file) for name, file in files.items()}
     out = script("nq.sh", tmp_path / "run", *TINY, **local)
     assert "top20" in out
-    assert script("nq.sh", tmp_path / "run", *TINY, **local).splitlines()[-1] == out.splitlines()[-1]
+    assert (
+        script("nq.sh", tmp_path / "run", *TINY, **local).splitlines()[-1] == out.splitlines()[-1]
+    )

@@ -28,20 +28,31 @@ CALL = f"{sys.executable} -m contaccum"
 @pytest.fixture
 def data(tmp_path):
     """Corpus whose ids are not ASCII: `data check` prints an example of them."""
-    (tmp_path / "é.jsonl").write_text('{"_id": "ü→", "title": "", "text": "Größe 字"}\n', encoding="utf-8")
+    (tmp_path / "é.jsonl").write_text(
+        '{"_id": "ü→", "title": "", "text": "Größe 字"}\n', encoding="utf-8"
+    )
     return tmp_path
 
 
 def shell(script: str, folder: Path, **environment: str) -> tuple[list[int], str]:
     """Run a pipeline in bash; return the exit code of each part, and stderr."""
     text = f'{{ {script}; codes="${{PIPESTATUS[@]}}"; }} 2> err\necho "$codes" > codes\n'
-    subprocess.run(["bash", "-c", text], cwd=folder, env={**os.environ, **environment}, check=False, timeout=120)
-    return list(map(int, (folder / "codes").read_text().split())), (folder / "err").read_text(errors="replace")
+    subprocess.run(
+        ["bash", "-c", text],
+        cwd=folder,
+        env={**os.environ, **environment},
+        check=False,
+        timeout=120,
+    )
+    return list(map(int, (folder / "codes").read_text().split())), (folder / "err").read_text(
+        errors="replace"
+    )
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
 @pytest.mark.parametrize(
-    "call", [["data", "check", "é.jsonl"], ["data", "fetch", "é.jsonl"], ["data", "fetch", "\udcff字"]]
+    "call",
+    [["data", "check", "é.jsonl"], ["data", "fetch", "é.jsonl"], ["data", "fetch", "\udcff字"]],
 )
 def test_stream_that_cannot_encode_gets_replacement_characters(call, encoding, data, monkeypatch):
     monkeypatch.chdir(data)
@@ -50,7 +61,9 @@ def test_stream_that_cannot_encode_gets_replacement_characters(call, encoding, d
         stream = io.TextIOWrapper(buffer, encoding=encoding, write_through=True)
         monkeypatch.setattr(sys, name, stream)
         if encoding != "utf-8":
-            with pytest.raises(UnicodeEncodeError):  # negative control: the stream is strict before the command runs
+            with pytest.raises(
+                UnicodeEncodeError
+            ):  # negative control: the stream is strict before the command runs
                 stream.write("字")
     code = main(call)
     assert code == (2 if "字" in call[-1] else 0), err.getvalue()
@@ -60,7 +73,10 @@ def test_stream_that_cannot_encode_gets_replacement_characters(call, encoding, d
 
 @pytest.mark.parametrize(
     "environment",
-    [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
     ids=str,
 )
 def test_terminal_without_utf8_ends_with_the_exit_code(environment, data):
@@ -143,7 +159,13 @@ def test_expected_error_is_one_line_without_debug(monkeypatch, capsys):
     assert capsys.readouterr().err == "contaccum: a.jsonl:1: found b; c is expected\n"
 
 
-SOUND = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+SOUND = {
+    "WORLD_SIZE": "2",
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
 LAUNCHES = [
     ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected a whole number from 1 to"),
     ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
@@ -162,7 +184,10 @@ LAUNCHES = [
     ({**SOUND, "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE is '3'"),
     ({**SOUND, "MASTER_ADDR": ""}, "WORLD_SIZE is 2, but MASTER_ADDR is not set"),
     ({**SOUND, "MASTER_PORT": ""}, "WORLD_SIZE is 2, but MASTER_PORT is not set"),
-    ({**SOUND, "MASTER_PORT": "70000"}, "MASTER_PORT is '70000', expected a whole number from 1 to 65535"),
+    (
+        {**SOUND, "MASTER_PORT": "70000"},
+        "MASTER_PORT is '70000', expected a whole number from 1 to 65535",
+    ),
     ({**SOUND, "MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
 ]
 
@@ -170,7 +195,14 @@ LAUNCHES = [
 @pytest.fixture
 def launched(monkeypatch):
     def launch(variables: dict[str, str]) -> None:
-        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        for name in (
+            "WORLD_SIZE",
+            "RANK",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        ):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -180,7 +212,12 @@ def launched(monkeypatch):
 
 @pytest.mark.parametrize(("variables", "words"), LAUNCHES)
 @pytest.mark.parametrize(
-    "call", [["data", "check", "x"], ["train", "--config", "c.yaml"], ["search", "--model", "bm25", "--data", "x"]]
+    "call",
+    [
+        ["data", "check", "x"],
+        ["train", "--config", "c.yaml"],
+        ["search", "--model", "bm25", "--data", "x"],
+    ],
 )
 def test_invalid_launch_is_refused_at_once(call, variables, words, launched, capsys):
     launched(variables)
@@ -188,7 +225,9 @@ def test_invalid_launch_is_refused_at_once(call, variables, words, launched, cap
     err = capsys.readouterr().err
     assert err.startswith(f"contaccum: {words}")
     assert err.count("\n") == 1
-    assert all(name in err for name in ("torchrun", "SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK"))
+    assert all(
+        name in err for name in ("torchrun", "SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK")
+    )
 
 
 def test_valid_launches_are_accepted(launched):
@@ -202,16 +241,25 @@ def test_valid_launches_are_accepted(launched):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_training_shows_progress_and_the_next_command_only_on_a_terminal(terminal, tmp_path, capsys, monkeypatch):
+def test_training_shows_progress_and_the_next_command_only_on_a_terminal(
+    terminal, tmp_path, capsys, monkeypatch
+):
     data, model = write_beir(tmp_path / "data"), tmp_path / "run" / "model"
     config = tmp_path / "config.yaml"
-    config.write_text(to_yaml(train_config(data, tmp_path / "run", **{"data.dev": str(data), "optim.max_steps": 2})))
+    config.write_text(
+        to_yaml(
+            train_config(data, tmp_path / "run", **{"data.dev": str(data), "optim.max_steps": 2})
+        )
+    )
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     assert main(["train", "--config", str(config)]) == 0
     out, err = capsys.readouterr()
     assert out == f"{model}\n"
     score = json.loads((tmp_path / "run" / "dev_metrics.json").read_text())["mean"]["ndcg@10"]
-    ending = [f"best dev ndcg@10: {score:.4f}", f"next: contaccum evaluate --model {model} --data {data}"]
+    ending = [
+        f"best dev ndcg@10: {score:.4f}",
+        f"next: contaccum evaluate --model {model} --data {data}",
+    ]
     assert (err.splitlines()[-2:] == ending) == terminal
     for shown in ("2/2", "loss=", "negatives=", "pairs/s=", "peak=", "step/s"):
         assert (shown in err) == terminal, shown
@@ -224,14 +272,18 @@ def test_control_characters_do_not_reach_the_terminal(monkeypatch, capsys):
     failing(monkeypatch, InputError(f"{name}: no such setting"))
     assert main(["doctor"]) == 2
     assert capsys.readouterr().err == f"contaccum: {shown}: no such setting\n"
-    monkeypatch.setitem(COMMANDS, "doctor", replace(COMMANDS["doctor"], run=lambda: f"{name}\nsecond line"))
+    monkeypatch.setitem(
+        COMMANDS, "doctor", replace(COMMANDS["doctor"], run=lambda: f"{name}\nsecond line")
+    )
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out == f"{shown}\nsecond line\n"
 
 
 def test_logins_in_addresses_are_not_printed(monkeypatch, capsys):
     """HF_ENDPOINT can be a mirror with a password; the output of `contaccum doctor` is made to be shared."""
-    text = "https://{}mirror.example:8080/api?mail=a@b, and hub:/home/me@company/set does not answer"
+    text = (
+        "https://{}mirror.example:8080/api?mail=a@b, and hub:/home/me@company/set does not answer"
+    )
     for login in ("bob:sesame@", "hf_token@"):
         failing(monkeypatch, InputError(text.format(login)))
         assert main(["doctor"]) == 2
@@ -240,8 +292,12 @@ def test_logins_in_addresses_are_not_printed(monkeypatch, capsys):
         monkeypatch.setattr(doctor, "diagnose", partial(list, [found]))
         doctor.doctor(print)
         assert text.format("***@") in capsys.readouterr().out
-        monkeypatch.setitem(COMMANDS, "doctor", replace(COMMANDS["doctor"], run=partial(text.format, login)))
-        assert main(["doctor"]) == 0  # the result of another command, such as a passage, keeps its addresses
+        monkeypatch.setitem(
+            COMMANDS, "doctor", replace(COMMANDS["doctor"], run=partial(text.format, login))
+        )
+        assert (
+            main(["doctor"]) == 0
+        )  # the result of another command, such as a passage, keeps its addresses
         assert capsys.readouterr().out == f"{text.format(login)}\n"
 
 

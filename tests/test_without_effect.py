@@ -28,13 +28,25 @@ CASES = [
     (SEARCHED, ["--factory", "SQ8"], "factory with --model bm25"),
     (SEARCHED, ["--embeddings", "vectors"], "embeddings with --model bm25"),
     (SEARCHED, ["--pooling", "cls"], "pooling with --model bm25"),
-    (SEARCHED, ["--k", "5", "--split", "dev", "--relevance_level", "1", "--strict", "--repair"], None),
+    (
+        SEARCHED,
+        ["--k", "5", "--split", "dev", "--relevance_level", "1", "--strict", "--repair"],
+        None,
+    ),
     (WRITTEN, ["--query_prefix", "query: "], "query_prefix with --model bm25"),
     (WRITTEN, ["--k", "5", "--split", "dev"], None),
     (LOOKED, ["--split", "dev"], None),  # a data set of the Hub can have a corpus for each split
     (MINED, ["--factory", "SQ8"], "factory with --model bm25"),
-    (MINED, ["--cross_encoder_batch_size", "8"], "cross_encoder_batch_size without --cross_encoder"),
-    (MINED, ["--seed", "1", "--sampling_strategy", "random", "--num_negatives", "2", "--split", "dev"], None),
+    (
+        MINED,
+        ["--cross_encoder_batch_size", "8"],
+        "cross_encoder_batch_size without --cross_encoder",
+    ),
+    (
+        MINED,
+        ["--seed", "1", "--sampling_strategy", "random", "--num_negatives", "2", "--split", "dev"],
+        None,
+    ),
 ]
 
 
@@ -54,13 +66,24 @@ def test_an_option_without_effect_is_named(call, options, named, folder, monkeyp
     assert main([*call, *options]) == 0
     name, _, beside = (named or "").partition(" ")
     expected = f"contaccum: warning: --{name} has no effect {beside}\n" if named else ""
-    assert "".join(line for line in capsys.readouterr().err.splitlines(True) if "no effect" in line) == expected
+    assert (
+        "".join(line for line in capsys.readouterr().err.splitlines(True) if "no effect" in line)
+        == expected
+    )
 
 
 @pytest.mark.filterwarnings("always:.*has no effect")
 def test_questions_are_answered_without_splits_and_grades(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    call = ["evaluate", "--model", "absent/model", "--questions", "absent.tsv", "--passages", "data"]
+    call = [
+        "evaluate",
+        "--model",
+        "absent/model",
+        "--questions",
+        "absent.tsv",
+        "--passages",
+        "data",
+    ]
     assert main([*call, "--split", "dev", "--strict", "--match", "regex", "--k", "5"]) == 2
     assert [line for line in capsys.readouterr().err.splitlines() if "no effect" in line] == [
         "contaccum: warning: --split has no effect with --questions",

@@ -9,14 +9,26 @@ from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 from contaccum.encoder import wordpiece_tokenizer
 
-TEXTS = ["the red fox", "a blue whale swims in the deep sea and sings", "owl", "", "fox whale owl sea deep the a red"]
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+TEXTS = [
+    "the red fox",
+    "a blue whale swims in the deep sea and sings",
+    "owl",
+    "",
+    "fox whale owl sea deep the a red",
+]
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 BIDIRECTIONAL = {
     "bert": SIZES,
     "roberta": SIZES,
     "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
     "xlm-roberta": SIZES,
-    "modernbert": SIZES | {"cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3},
+    "modernbert": SIZES
+    | {"cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3},
     "mpnet": SIZES,
     "electra": SIZES | {"embedding_size": 32},
 }

@@ -1,4 +1,7 @@
-"""A real, small encoder without weights: hashed bags of words. Texts that share words have a high inner product."""
+"""A real, small encoder without weights: hashed bags of words.
+
+Texts that share words have a high inner product.
+"""
 
 import hashlib
 import re

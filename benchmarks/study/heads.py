@@ -2,10 +2,11 @@
 
     python benchmarks/study/heads.py --data CUT --model DIR --out RUNS [--seeds 5] [PART...]
 
-CUT is the output of cut.py. Bank, loss, methods, order of the pairs, schedule and metrics are those of the package. The
-encoder embeds all texts once before training, and each tower learns v + W2 gelu(W1 v) on top. Drift, banks and learning rates
-behave as in training, but the scores do not predict those of a fully trained encoder. Every run is a file
-RUNS/NAME/runs/RUN.json in the form of pack.py's lines; existing runs are skipped.
+CUT is the output of cut.py. Bank, loss, methods, order of the pairs, schedule and metrics are those
+of the package. The encoder embeds all texts once before training, and each tower learns v + W2
+gelu(W1 v) on top. Drift, banks and learning rates behave as in training, but the scores do not
+predict those of a fully trained encoder. Every run is a file RUNS/NAME/runs/RUN.json in the form of
+pack.py's lines; existing runs are skipped.
 """
 
 import argparse
@@ -47,7 +48,11 @@ def order() -> Iterator[Case]:
     """Yield all combinations of methods, bank sizes and learning rates."""
     for rate in RATES:
         for method in ("grad_accum", "grad_cache"):
-            yield f"{method}-learning_rate={rate}", {"method": method, "optim.learning_rate": float(rate)}, Idea()
+            yield (
+                f"{method}-learning_rate={rate}",
+                {"method": method, "optim.learning_rate": float(rate)},
+                Idea(),
+            )
         for method in ("passage_bank", "cont_accum", "cont_cache"):
             for size in (64, 256, 512, 2048):
                 changed = {"method": method, "bank.size": size, "optim.learning_rate": float(rate)}
@@ -63,7 +68,11 @@ def switches() -> Iterator[Case]:
         ):  # fmt: skip
             changed = {"method": "cont_accum", "bank.size": size, name: value}
             yield f"cont_accum-size={size}-{name.partition('.')[2]}={value}", changed, Idea()
-        yield f"cont_accum-size={size}-queries=False", {"method": "passage_bank", "bank.size": size}, Idea()
+        yield (
+            f"cont_accum-size={size}-queries=False",
+            {"method": "passage_bank", "bank.size": size},
+            Idea(),
+        )
     for value in (True, False):
         changed = {"method": "grad_cache", "loss.mask_false_negatives": value}
         yield f"grad_cache-mask_false_negatives={value}", changed, Idea()
@@ -78,10 +87,16 @@ def age() -> Iterator[Case]:
                 {"age_decay": 1.0, "row_weight": "current"}, {"age_decay": 3.0, "row_weight": "current"},
             ):  # fmt: skip
                 named = "-".join(
-                    f"{name}={value:g}" if name == "age_decay" else f"{name}={value}" for name, value in changes.items()
+                    f"{name}={value:g}" if name == "age_decay" else f"{name}={value}"
+                    for name, value in changes.items()
                 )
                 bank = {f"bank.{name}": value for name, value in changes.items()}
-                changed = {"method": "cont_accum", "bank.size": size, "optim.learning_rate": float(rate), **bank}
+                changed = {
+                    "method": "cont_accum",
+                    "bank.size": size,
+                    "optim.learning_rate": float(rate),
+                    **bank,
+                }
                 yield f"cont_accum-size={size}-{named}-learning_rate={rate}", changed, Idea()
 
 
@@ -105,7 +120,11 @@ def ideas() -> Iterator[Case]:
     for rate in ("3e-4", "1e-3"):
         for size in (64, 512):
             for name, idea in IDEAS.items():
-                changed = {"method": "cont_accum", "bank.size": size, "optim.learning_rate": float(rate)}
+                changed = {
+                    "method": "cont_accum",
+                    "bank.size": size,
+                    "optim.learning_rate": float(rate),
+                }
                 yield f"idea-{name}-size={size}-learning_rate={rate}", changed, idea
 
 
@@ -126,12 +145,24 @@ def longer() -> Iterator[Case]:
 def drift() -> Iterator[Case]:
     """Yield the runs of the drift table."""
     for rate in RATES[2:]:
-        for method, size in (("grad_cache", 64), ("cont_accum", 64), ("cont_accum", 512), ("passage_bank", 512)):
+        for method, size in (
+            ("grad_cache", 64),
+            ("cont_accum", 64),
+            ("cont_accum", 512),
+            ("passage_bank", 512),
+        ):
             changed = {"method": method, "bank.size": size, "optim.learning_rate": float(rate)}
             yield f"drift-{method}-size={size}-learning_rate={rate}", changed, Idea()
 
 
-PARTS = {"order": order, "switches": switches, "age": age, "ideas": ideas, "longer": longer, "drift": drift}
+PARTS = {
+    "order": order,
+    "switches": switches,
+    "age": age,
+    "ideas": ideas,
+    "longer": longer,
+    "drift": drift,
+}
 APART = 4
 """Steps between two encodings of the micro-batches whose movement is logged."""
 
@@ -174,7 +205,9 @@ class Engine:
 
     def encode_with(self, towers: Towers, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         parts = (batch.queries, batch.passages)
-        queries, passages = (towers(i, self.vectors[i][part.input_ids[:, 0]]) for i, part in enumerate(parts))
+        queries, passages = (
+            towers(i, self.vectors[i][part.input_ids[:, 0]]) for i, part in enumerate(parts)
+        )
         return queries, passages
 
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -196,7 +229,8 @@ class Place:
     def __init__(self, data: Path, model: str, config: TrainConfig, cache: Path) -> None:
         self.train: TrainSet = open_dataset(data / "train", "train", config.data.policy).train_set()
         self.sets = {
-            split: open_dataset(data / split, split, config.data.policy).retrieval_set for split in ("dev", "test")
+            split: open_dataset(data / split, split, config.data.policy).retrieval_set
+            for split in ("dev", "test")
         }
         lengths = {
             "max_query_length": config.model.max_query_length,
@@ -214,7 +248,10 @@ class Place:
             return torch.from_numpy(np.load(file))
 
         def contents(table: Any) -> list[str]:
-            return [f"{title} {text}".strip() for title, text in zip(table["title"], table["text"], strict=True)]
+            return [
+                f"{title} {text}".strip()
+                for title, text in zip(table["title"], table["text"], strict=True)
+            ]
 
         self.vectors = (
             vectors("train-queries", list(self.train.queries["text"])),
@@ -248,11 +285,16 @@ class Place:
     def score(self, towers: Towers, split: str) -> dict[str, dict[str, float]]:
         """Return the metrics of every query."""
         towers.eval()
-        queries, passages = (towers(side, vectors) for side, vectors in enumerate(self.scored[split]))
+        queries, passages = (
+            towers(side, vectors) for side, vectors in enumerate(self.scored[split])
+        )
         best, places = (queries @ passages.T).topk(min(100, len(passages)))
         ids, names = self.sets[split].corpus["id"][:], list(self.sets[split].queries)
         run = {
-            name: [(ids[place], value) for place, value in zip(row.tolist(), values.tolist(), strict=True)]
+            name: [
+                (ids[place], value)
+                for place, value in zip(row.tolist(), values.tolist(), strict=True)
+            ]
             for name, row, values in zip(names, places, best, strict=True)
         }
         towers.train()
@@ -275,13 +317,18 @@ def train(place: Place, config: TrainConfig, idea: Idea) -> tuple[Towers, dict[s
     method = variant or METHODS[config.method]
     total = config.optim.max_steps or 1
     optimizer = torch.optim.AdamW(
-        towers.parameters(), lr=1.0, weight_decay=config.optim.weight_decay, eps=config.optim.adam_eps
+        towers.parameters(),
+        lr=1.0,
+        weight_decay=config.optim.weight_decay,
+        eps=config.optim.adam_eps,
     )
     sampler = StepSampler(place.train, config.seed, config.batch.global_batch_size, 0)
     log: dict[str, list] = {}
     past: list[tuple[int, MicroBatch, tuple[Tensor, Tensor]]] = []
     for step in range(total):
-        share = learning_rate_factor(step, total, warmup_steps(config.optim, total), config.optim.schedule)
+        share = learning_rate_factor(
+            step, total, warmup_steps(config.optim, total), config.optim.schedule
+        )
         if variant is not None:
             variant.share = share
         engine.step = step
@@ -306,17 +353,27 @@ def train(place: Place, config: TrainConfig, idea: Idea) -> tuple[Towers, dict[s
     return towers, log
 
 
-def movement(engine: Engine, step: int, batch: MicroBatch, then: tuple[Tensor, Tensor]) -> dict[str, float]:
+def movement(
+    engine: Engine, step: int, batch: MicroBatch, then: tuple[Tensor, Tensor]
+) -> dict[str, float]:
     """Return mean cosine between old and current embeddings of passages, and the share of their shift that is common."""
     now = engine.encode_again(batch, step, 0)[1]
     moved = now - then[1]
     whole = moved.square().sum(1).mean()
     share = moved.mean(0).square().sum() / whole if whole > 0 else whole
-    return {"drift_passage_cosine": float((now * then[1]).sum(1).mean()), "drift_common_share": float(share)}
+    return {
+        "drift_passage_cosine": float((now * then[1]).sum(1).mean()),
+        "drift_common_share": float(share),
+    }
 
 
 def side_norm(towers: Towers, side: int) -> float:
-    parts = [p.grad for layers in (towers.inner, towers.outer) for p in layers[side].parameters() if p.grad is not None]
+    parts = [
+        p.grad
+        for layers in (towers.inner, towers.outer)
+        for p in layers[side].parameters()
+        if p.grad is not None
+    ]
     return float(torch.nn.utils.get_total_norm(parts))
 
 
@@ -332,12 +389,20 @@ def one_run(place: Place, config: TrainConfig, idea: Idea, name: str, study: str
     towers, log = train(place, config, idea)
     dev, test = (place.score(towers, split) for split in ("dev", "test"))
     default = flat(asdict(TrainConfig()))
-    changed = {k: v for k, v in flat(asdict(config)).items() if k not in PLACES and v != default.get(k)}
+    changed = {
+        k: v for k, v in flat(asdict(config)).items() if k not in PLACES and v != default.get(k)
+    }
     tried = {f"idea.{k}": v for k, v in asdict(idea).items() if v != getattr(Idea(), k)}
     return {
         "study": study,
         "run": name,
-        "config": {"method": config.method, "seed": config.seed, **changed, **tried, "model.name": "heads"},
+        "config": {
+            "method": config.method,
+            "seed": config.seed,
+            **changed,
+            **tried,
+            "model.name": "heads",
+        },
         "environment": {},
         "test": f"{study.partition('-')[2]}/test",
         "mean": {
@@ -347,14 +412,21 @@ def one_run(place: Place, config: TrainConfig, idea: Idea, name: str, study: str
         "per_query": {query: round(values[METRIC], 4) for query, values in test.items()},
         "log": log,
         "dev": [
-            {"step": len(log["step"]), METRIC: round(float(np.mean([values[METRIC] for values in dev.values()])), 4)}
+            {
+                "step": len(log["step"]),
+                METRIC: round(float(np.mean([values[METRIC] for values in dev.values()])), 4),
+            }
         ],
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all when none is named")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all when none is named"
+    )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -376,7 +448,9 @@ def main() -> None:
                     config = replace(configured(base, changes), seed=seed)
                     found = one_run(place, config, idea, name, study)
                     write_json(file, found)
-                    print(name, found["dev"][0][METRIC], round(found["mean"][METRIC], 4), flush=True)
+                    print(
+                        name, found["dev"][0][METRIC], round(found["mean"][METRIC], 4), flush=True
+                    )
 
 
 if __name__ == "__main__":

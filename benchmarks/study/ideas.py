@@ -1,7 +1,8 @@
 """Changes of `cont_accum` against stale bank rows, run by benchmarks/study/heads.py and described in docs/log.md.
 
-None of them is part of the package. Autograd computes the loss over the full matrix of current and stored rows, without cached
-sums, so that anything may change between micro-batches. ``Idea()`` equals `cont_accum` (tests/experiments/test_study_scripts.py).
+None of them is part of the package. Autograd computes the loss over the full matrix of current and
+stored rows, without cached sums, so that anything may change between micro-batches. ``Idea()``
+equals `cont_accum` (tests/experiments/test_study_scripts.py).
 """
 
 import copy
@@ -28,21 +29,25 @@ class Idea:
     row_decay: float = 0.0
     """A bank row weighs exp(-row_decay * age) in the mean."""
     centre: float | None = None
-    """Stored vectors move along with the towers' mean vectors: less the mean of their own step's stored vectors, plus a running
-    mean of the current ones that keeps this share at every micro-batch."""
+    """Stored vectors move along with the towers' mean vectors: less the mean of their own step's
+    stored vectors, plus a running mean of the current ones that keeps this share at every
+    micro-batch."""
     follow: float | None = None
-    """The same, by the mean drift a step that the oldest micro-batch shows when it is encoded again, smoothed by this share."""
+    """The same, by the mean drift a step that the oldest micro-batch shows when it is encoded
+    again, smoothed by this share."""
     rotate: float | None = None
-    """Stored vectors are turned by the rotation that fits three micro-batches, encoded again, best (Procrustes; the number is
-    added to the diagonal)."""
+    """Stored vectors are turned by the rotation that fits three micro-batches, encoded again, best
+    (Procrustes; the number is added to the diagonal)."""
     refresh: int = 0
     """So many stored micro-batches, the oldest first, are encoded again at each step."""
     refresh_hardest: bool = False
     """Those with the highest logits against the last queries instead of the oldest."""
     slow: float | None = None
-    """What is stored comes from copies of the towers that keep this share of themselves at every step."""
+    """What is stored comes from copies of the towers that keep this share of themselves at every
+    step."""
     rate_limit: float | None = None
-    """Rows older than this number of steps over the learning rate's share of the highest are dropped."""
+    """Rows older than this number of steps over the learning rate's share of the highest are
+    dropped."""
     queries_every: int = 1
     """Bank rows count in every so-manyth micro-batch only."""
 
@@ -77,7 +82,9 @@ class Variant:
     turn: list[Tensor] = field(default_factory=list)
     copies: Any = None
 
-    def __call__(self, engine: Any, micro_batches: list[MicroBatch], bank: Bank, loss: InfoNCE) -> list[LossValue]:
+    def __call__(
+        self, engine: Any, micro_batches: list[MicroBatch], bank: Bank, loss: InfoNCE
+    ) -> list[LossValue]:
         self._before(engine)
         values = []
         for number, batch in enumerate(engine.micro_steps(micro_batches)):
@@ -101,10 +108,16 @@ class Variant:
             if self.copies is None:
                 self.copies = copy.deepcopy(engine.towers)
             with torch.no_grad():
-                for old, new in zip(self.copies.parameters(), engine.towers.parameters(), strict=True):
+                for old, new in zip(
+                    self.copies.parameters(), engine.towers.parameters(), strict=True
+                ):
                     old.lerp_(new, 1 - idea.slow)
         if idea.rate_limit is not None:
-            self.rows = [row for row in self.rows if engine.step - row.step <= idea.rate_limit / max(self.share, 1e-6)]
+            self.rows = [
+                row
+                for row in self.rows
+                if engine.step - row.step <= idea.rate_limit / max(self.share, 1e-6)
+            ]
         if not self.rows:
             return
         if idea.follow is not None:
@@ -117,7 +130,9 @@ class Variant:
 
     def _chosen(self) -> list[Stored]:
         by = (
-            (lambda row: -float((self.rows[-1].queries @ row.passages.T).amax())) if self.idea.refresh_hardest else None
+            (lambda row: -float((self.rows[-1].queries @ row.passages.T).amax()))
+            if self.idea.refresh_hardest
+            else None
         )
         order = sorted(self.rows, key=by or (lambda row: row.age))
         return order[: self.idea.refresh]
@@ -132,7 +147,9 @@ class Variant:
             for new, old in zip(now, (row.queries, row.passages), strict=True)
         ]
         before = self.velocity or [torch.zeros_like(part) for part in moved]
-        self.velocity = [keep * old + (1 - keep) * new for old, new in zip(before, moved, strict=True)]
+        self.velocity = [
+            keep * old + (1 - keep) * new for old, new in zip(before, moved, strict=True)
+        ]
         self.smoothed = keep * self.smoothed + 1 - keep
 
     def _measure_turn(self, engine: Any, ridge: float) -> None:
@@ -147,7 +164,9 @@ class Variant:
 
     # each micro-batch
 
-    def _as_of_now(self, stored: Tensor, side: int, current: Tensor, steps: Tensor, now: int) -> Tensor:
+    def _as_of_now(
+        self, stored: Tensor, side: int, current: Tensor, steps: Tensor, now: int
+    ) -> Tensor:
         """Extrapolate stored embeddings (n, d) of one tower to the current step."""
         if self.velocity:
             stored = stored + self.velocity[side] / self.smoothed * (now - steps).unsqueeze(1)
@@ -159,24 +178,35 @@ class Variant:
             stored = stored - (sums / count.unsqueeze(1))[group] + self.mean[side]
         return stored
 
-    def _loss(self, queries: Tensor, passages: Tensor, ids: RowIds, loss: InfoNCE, number: int) -> Tensor:
+    def _loss(
+        self, queries: Tensor, passages: Tensor, ids: RowIds, loss: InfoNCE, number: int
+    ) -> Tensor:
         if self.idea.centre is not None:
             means = [queries.detach().mean(0), passages.detach().mean(0)]
             before, keep = self.mean or means, self.idea.centre
-            self.mean = [keep * old + (1 - keep) * new for old, new in zip(before, means, strict=True)]
+            self.mean = [
+                keep * old + (1 - keep) * new for old, new in zip(before, means, strict=True)
+            ]
         columns = ids.columns[:, 0]
         logits = self._logits(queries, passages, ids.positives, columns, loss, own=0)
         positive = logits.diagonal()
         if not self.rows:
             return (logits.logsumexp(1) - positive).mean()
         now = max(row.step for row in self.rows) if number else self.rows[-1].step + 1
-        old_queries, old_passages = (torch.cat([getattr(row, n) for row in self.rows]) for n in ("queries", "passages"))
+        old_queries, old_passages = (
+            torch.cat([getattr(row, n) for row in self.rows]) for n in ("queries", "passages")
+        )
         lengths = torch.tensor([len(row.queries) for row in self.rows])
         steps = torch.tensor([row.step for row in self.rows]).repeat_interleave(lengths)
         ages = torch.tensor([row.age for row in self.rows]).repeat_interleave(lengths)
         old_columns = torch.cat([row.batch.ids.columns[:, 0] for row in self.rows])
         width = max(row.batch.ids.positives.shape[1] for row in self.rows)
-        known = torch.cat([F.pad(p := row.batch.ids.positives, (0, width - p.shape[1]), value=-1) for row in self.rows])
+        known = torch.cat(
+            [
+                F.pad(p := row.batch.ids.positives, (0, width - p.shape[1]), value=-1)
+                for row in self.rows
+            ]
+        )
         fall = self.idea.decay * (self.clock - ages)
         moved = self._as_of_now(old_passages, 1, passages, steps, now)
         far = self._logits(queries, moved, ids.positives, old_columns, loss) - fall
@@ -195,7 +225,12 @@ class Variant:
 
     @staticmethod
     def _logits(
-        rows: Tensor, columns: Tensor, positives: Tensor, column_ids: Tensor, loss: InfoNCE, own: int | None = None
+        rows: Tensor,
+        columns: Tensor,
+        positives: Tensor,
+        column_ids: Tensor,
+        loss: InfoNCE,
+        own: int | None = None,
     ) -> Tensor:
         """Return similarities over the temperature with known positives masked; own = 0 keeps the diagonal."""
         logits = rows @ columns.T / loss.similarity.temperature

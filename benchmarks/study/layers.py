@@ -10,5 +10,7 @@ if __name__ == "__main__":
     parser.add_argument("out")
     parser.add_argument("--layers", type=int, default=3)
     chosen = parser.parse_args()
-    AutoModel.from_pretrained(chosen.model, num_hidden_layers=chosen.layers).save_pretrained(chosen.out)
+    AutoModel.from_pretrained(chosen.model, num_hidden_layers=chosen.layers).save_pretrained(
+        chosen.out
+    )
     AutoTokenizer.from_pretrained(chosen.model).save_pretrained(chosen.out)

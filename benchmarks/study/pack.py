@@ -2,8 +2,9 @@
 
     python benchmarks/study/pack.py RUNS OUT.jsonl.gz
 
-RUNS is the output of benchmarks/study/run.sh, one comparison per folder. The first line of OUT lists the query ids of each
-test set, every other line is a run. The log has every optimizer step, as columns; its times depend on the machine.
+RUNS is the output of benchmarks/study/run.sh, one comparison per folder. The first line of OUT
+lists the query ids of each test set, every other line is a run. The log has every optimizer step,
+as columns; its times depend on the machine.
 """
 
 import argparse
@@ -32,7 +33,10 @@ ENCODERS = ("model.name", "loss.guide")
 
 
 def packed(run: RunRecord, queries: dict[str, list[str]], study: str) -> dict[str, Any]:
-    """Return one run as a line; fill ``queries``, test set -> query ids. A trial on dev has no test scores."""
+    """Return one run as a line; fill ``queries``, test set -> query ids.
+
+    A trial on dev has no test scores.
+    """
     test, values = "", {}
     if run.metrics is not None:
         test = f"{Path(run.metrics['data']).parent.name}/{run.metrics['split']}"
@@ -45,10 +49,17 @@ def packed(run: RunRecord, queries: dict[str, list[str]], study: str) -> dict[st
         "config": {**changed, **encoders},
         "environment": run.environment,
         "test": test,
-        "mean": {} if run.metrics is None else {name: round(value, 4) for name, value in run.metrics["mean"].items()},
+        "mean": {}
+        if run.metrics is None
+        else {name: round(value, 4) for name, value in run.metrics["mean"].items()},
         "per_query": in_order(queries, test, values),
-        "log": {name: [short(line.get(name)) for line in run.steps] for name in COLUMNS} if run.steps else {},
-        "dev": [{"step": line["step"], METRIC: round(line["dev"][METRIC], 4)} for line in run.evaluations],
+        "log": {name: [short(line.get(name)) for line in run.steps] for name in COLUMNS}
+        if run.steps
+        else {},
+        "dev": [
+            {"step": line["step"], METRIC: round(line["dev"][METRIC], 4)}
+            for line in run.evaluations
+        ],
     }
 
 
@@ -67,7 +78,9 @@ def short(value: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path)
     parser.add_argument("out", type=Path)
     chosen = parser.parse_args()

@@ -2,10 +2,10 @@
 
     python benchmarks/study/plots.py docs/results/study.jsonl.gz docs/results
 
-study_time.svg: quality against training time on one CPU core. The time of a run is its number of updates times the measured
-seconds of an update (``SECONDS``). Bars are standard deviations over seeds.
-study_drift.svg: what a bank adds to quality, against how fast the vectors of passages change. Bars are 95 % intervals over
-queries.
+study_time.svg: quality against training time on one CPU core. The time of a run is its number of
+updates times the measured seconds of an update (``SECONDS``). Bars are standard deviations over
+seeds. study_drift.svg: what a bank adds to quality, against how fast the vectors of passages
+change. Bars are 95 % intervals over queries.
 """
 
 import argparse
@@ -24,7 +24,8 @@ SECONDS = {
     "scifact": {"replay": 0.445, "cont_accum": 0.588, "grad_cache": 0.650},
     "xquad": {"replay": 0.569, "cont_accum": 0.720, "grad_cache": 0.828},
 }
-"""Measured seconds of an update of 16 pairs on one CPU core, as docs/results/study_tables.md gives them."""
+"""Measured seconds of an update of 16 pairs on one CPU core, as docs/results/study_tables.md gives
+them."""
 LABELS = {
     "replay": "cont_cache with partial replay, bank of 64",
     "cont_accum": "cont_accum with age decay, bank of 64",
@@ -58,7 +59,15 @@ def draw_time(studies: Studies) -> Figure:
     for axes, (name, title) in zip(figure.subplots(1, len(SETS)), SETS.items(), strict=True):
         for method, color, marker in zip(LABELS, COLORS, "os^", strict=False):
             seconds, scores, deviations = zip(*points(studies, name)[method], strict=True)
-            axes.errorbar(seconds, scores, deviations, color=color, marker=marker, capsize=3, label=LABELS[method])
+            axes.errorbar(
+                seconds,
+                scores,
+                deviations,
+                color=color,
+                marker=marker,
+                capsize=3,
+                label=LABELS[method],
+            )
         axes.set_title(title)
         axes.set_xscale("log")
         axes.set_xticks([50, 100, 200] if axes.get_xlim()[1] > 150 else [50, 70, 100], minor=False)
@@ -66,7 +75,9 @@ def draw_time(studies: Studies) -> Figure:
         axes.xaxis.set_minor_formatter("")
         axes.set_xlabel("seconds of training")
     figure.axes[0].set_ylabel(METRIC)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9
+    )
     return figure
 
 
@@ -77,10 +88,18 @@ def draw_drift(studies: Studies) -> Figure:
     found = by_rate(studies["medquad-49152f"]).values()
     for setting, color, marker in zip(BANKS, COLORS, "os^D", strict=False):
         drifts = [drift_per_step(of_rate[setting]) for of_rate in found]
-        compared = [compare(of_rate[setting].per_query(), of_rate["no bank"].per_query(), METRIC) for of_rate in found]
+        compared = [
+            compare(of_rate[setting].per_query(), of_rate["no bank"].per_query(), METRIC)
+            for of_rate in found
+        ]
         means = [one.difference for one in compared]
-        bars = [[one.difference - one.low for one in compared], [one.high - one.difference for one in compared]]
-        axes.errorbar(drifts, means, bars, color=color, marker=marker, capsize=3, label=BANKS[setting])
+        bars = [
+            [one.difference - one.low for one in compared],
+            [one.high - one.difference for one in compared],
+        ]
+        axes.errorbar(
+            drifts, means, bars, color=color, marker=marker, capsize=3, label=BANKS[setting]
+        )
     axes.axhline(0, color=INK, linewidth=0.8, alpha=0.6)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
@@ -94,7 +113,9 @@ PLOTS = {"study_time": draw_time, "study_drift": draw_drift}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pack", type=Path)
     parser.add_argument("folder", type=Path, help="folder to write the SVG files to")
     chosen = parser.parse_args()

@@ -1,12 +1,15 @@
 """The tables of docs/results/study.md and study_tables.md, made from the packed runs.
 
-    python benchmarks/study/tables.py docs/results/study.jsonl.gz [TABLE...] [--page docs/results/study_tables.md]
+    python benchmarks/study/tables.py docs/results/study.jsonl.gz [TABLE...] [--page
+    docs/results/study_tables.md]
 
---page writes the tables into a page, each behind the line <!-- table: NAME -->, instead of printing them.
+--page writes the tables into a page, each behind the line <!-- table: NAME -->, instead of printing
+them.
 
-Mean and standard deviation are over seeds. Tests are paired, against the reference of the table: `perm` flips signs of the
-queries' differences, `both` counts seeds and queries as drawn at random (min F'); Holm's correction is over the table's rows.
-Of a setting with several learning rates the one best on dev by its mean over seeds is shown, so the test data choose nothing.
+Mean and standard deviation are over seeds. Tests are paired, against the reference of the table:
+`perm` flips signs of the queries' differences, `both` counts seeds and queries as drawn at random
+(min F'); Holm's correction is over the table's rows. Of a setting with several learning rates the
+one best on dev by its mean over seeds is shown, so the test data choose nothing.
 """
 
 import argparse
@@ -38,10 +41,17 @@ def read_pack(path: Path) -> dict[str, list[RunRecord]]:
         queries, *lines = map(json.loads, file)
     studies: dict[str, list[RunRecord]] = {}
     for line in lines:
-        names = queries[line["test"]] if line["per_query"] else []  # a trial on dev has no scores on test
-        per_query = {name: {METRIC: value} for name, value in zip(names, line["per_query"], strict=True)}
+        names = (
+            queries[line["test"]] if line["per_query"] else []
+        )  # a trial on dev has no scores on test
+        per_query = {
+            name: {METRIC: value} for name, value in zip(names, line["per_query"], strict=True)
+        }
         columns = line["log"]
-        steps = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        steps = [
+            dict(zip(columns, values, strict=True))
+            for values in zip(*columns.values(), strict=True)
+        ]
         for step in steps:
             query, passage = step.get("query_grad_norm"), step.get("passage_grad_norm")
             step["grad_norm_ratio"] = passage / query if query and passage else None
@@ -50,12 +60,16 @@ def read_pack(path: Path) -> dict[str, list[RunRecord]]:
         run = RunRecord(Path(line["run"]), config, steps, line["dev"], metrics, line["environment"])
         studies.setdefault(line["study"], []).append(run)
     for name in PARTED:  # the parts of one question: each is a study, and so are all together
-        if found := [run for study, runs in studies.items() if study.startswith(f"{name}-") for run in runs]:
+        if found := [
+            run for study, runs in studies.items() if study.startswith(f"{name}-") for run in runs
+        ]:
             studies[name] = found
     return studies
 
 
-NAME = re.compile(r"(?P<setting>.*?)(?:-learning_rate=(?P<rate>[0-9.]+(?:e-?[0-9]+)?))?(?:-seed[0-9]+)?")
+NAME = re.compile(
+    r"(?P<setting>.*?)(?:-learning_rate=(?P<rate>[0-9.]+(?:e-?[0-9]+)?))?(?:-seed[0-9]+)?"
+)
 
 
 def label(run: RunRecord, rate: bool = False) -> str:
@@ -89,7 +103,10 @@ def groups(runs: Sequence[RunRecord], rate: bool = False) -> dict[str, RunGroup]
 def same_seeds(found: dict[str, RunGroup]) -> dict[str, RunGroup]:
     """Return the groups reduced to the seeds that all of them have."""
     shared = set.intersection(*({run.seed for run in group.runs} for group in found.values()))
-    return {name: RunGroup(name, [run for run in group.runs if run.seed in shared]) for name, group in found.items()}
+    return {
+        name: RunGroup(name, [run for run in group.runs if run.seed in shared])
+        for name, group in found.items()
+    }
 
 
 def dev_score(runs: Sequence[RunRecord]) -> float:
@@ -116,12 +133,25 @@ def against(chosen: dict[str, RunGroup], reference: str, times: bool = False) ->
     found = {}
     for name, group in chosen.items():
         if name != reference:
-            ours, theirs = same_seeds({"": group, reference: base}).values() if group.method else (group, base)
+            ours, theirs = (
+                same_seeds({"": group, reference: base}).values() if group.method else (group, base)
+            )
             found[name] = compare(ours.per_query(), theirs.per_query(), METRIC)
     perm = dict(zip(found, holm([one.p_permutation for one in found.values()]), strict=True))
     shared = {name: one.p_both for name, one in found.items() if one.p_both is not None}
     both = dict(zip(shared, holm(list(shared.values())), strict=True))
-    heads = ["setting", "lr", "seeds", METRIC, "sd", f"less {reference}", "d", "p perm", "p both", "grad ratio"]
+    heads = [
+        "setting",
+        "lr",
+        "seeds",
+        METRIC,
+        "sd",
+        f"less {reference}",
+        "d",
+        "p perm",
+        "p both",
+        "grad ratio",
+    ]
     rows = []
     for name, group in sorted(chosen.items(), key=lambda item: -(item[1].score(METRIC)[0] or 0)):
         mean, deviation = group.score(METRIC)
@@ -134,7 +164,11 @@ def against(chosen: dict[str, RunGroup], reference: str, times: bool = False) ->
         ]  # fmt: skip
         if times:
             seconds, own = quickest(group), quickest(base)
-            row += [number(seconds, ".2f"), number(seconds / own if seconds and own else None, ".2f"), memory(group)]
+            row += [
+                number(seconds, ".2f"),
+                number(seconds / own if seconds and own else None, ".2f"),
+                memory(group),
+            ]
         rows.append(row)
     return Table([*heads, *(["s/step", f"time / {reference}", "peak MiB"] if times else [])], rows)
 
@@ -145,7 +179,10 @@ def quickest(group: RunGroup) -> float | None:
 
 
 def memory(group: RunGroup) -> str:
-    """Return the mean peak over the runs on the first run's device. On a CPU, the peak is that of the whole process."""
+    """Return the mean peak over the runs on the first run's device.
+
+    On a CPU, the peak is that of the whole process.
+    """
     device = group.runs[0].environment.get("device")
     runs = [run for run in group.runs if run.environment.get("device") == device]
     return number(RunGroup(group.label, runs).mean("peak_mib"), ".0f")
@@ -205,7 +242,8 @@ def discounted(studies: Studies, name: str) -> Table:
     """Compare `cont_accum` with age decay with `cont_accum` as published, each at its best learning rate."""
     chosen = best_rates(encoders(studies, name))
     return against(
-        {setting: group for setting, group in chosen.items() if setting.startswith("cont_accum")}, "cont_accum"
+        {setting: group for setting, group in chosen.items() if setting.startswith("cont_accum")},
+        "cont_accum",
     )
 
 
@@ -215,9 +253,15 @@ def encoder_rates(studies: Studies, name: str) -> Table:
 
 def switches(studies: Studies, name: str) -> Table:
     """Compare settings with one change each with the unchanged setting."""
-    switched = {part.removeprefix(f"{name}-"): runs for part, runs in studies.items() if part.startswith(f"{name}-")}
+    switched = {
+        part.removeprefix(f"{name}-"): runs
+        for part, runs in studies.items()
+        if part.startswith(f"{name}-")
+    }
     rate = next(run.config[RATE] for runs in switched.values() for run in runs)
-    runs = [run for run in studies["medquad"] if run.method == "cont_accum" and run.config[RATE] == rate]
+    runs = [
+        run for run in studies["medquad"] if run.method == "cont_accum" and run.config[RATE] == rate
+    ]
     for part, own in switched.items():
         runs += [replace(run, folder=Path(f"cont_accum-{part}-seed{run.seed}")) for run in own]
     return against(same_seeds(groups(runs)), "cont_accum")
@@ -226,8 +270,15 @@ def switches(studies: Studies, name: str) -> Table:
 def longer(studies: Studies, name: str) -> Table:
     """Compare as many updates as fit into the reference's time with the reference."""
     chosen = best_rates(encoders(studies, "scifact" if "scifact" in name else "medquad"))
-    found = {setting: group for setting, group in chosen.items() if setting == "grad_cache" or "age_decay" in setting}
-    runs = [replace_name(run, f"max_steps={run.config['optim.max_steps']}", "-seed") for run in studies[name]]
+    found = {
+        setting: group
+        for setting, group in chosen.items()
+        if setting == "grad_cache" or "age_decay" in setting
+    }
+    runs = [
+        replace_name(run, f"max_steps={run.config['optim.max_steps']}", "-seed")
+        for run in studies[name]
+    ]
     return against(found | groups(runs), "grad_cache")
 
 
@@ -249,7 +300,10 @@ def equal_time(studies: Studies, name: str) -> Table:
 
 
 def equal_cost(studies: Studies, name: str) -> Table:
-    """Compare the methods after the same number of forward passes of a pair. Runs that share a GPU have no times."""
+    """Compare the methods after the same number of forward passes of a pair.
+
+    Runs that share a GPU have no times.
+    """
     return with_cost(chosen_on_dev(studies[name]), ("updates", "peak MiB"))
 
 
@@ -257,9 +311,16 @@ def options(studies: Studies, name: str) -> Table:
     """Compare each option of loss and batch order with the same method without it."""
     found, rows, heads = groups(studies[name]), [], []
     for base in ("grad_cache", "replay"):
-        family = {label.split(" age_decay")[0]: group for label, group in found.items() if label.startswith(base)}
+        family = {
+            label.split(" age_decay")[0]: group
+            for label, group in found.items()
+            if label.startswith(base)
+        }
         table = against(family, base)
-        heads, rows = [column.replace(base, "the method alone") for column in table.heads], [*rows, *table.rows]
+        heads, rows = (
+            [column.replace(base, "the method alone") for column in table.heads],
+            [*rows, *table.rows],
+        )
     return Table(heads, rows)
 
 
@@ -270,7 +331,9 @@ def longer_reference(studies: Studies, name: str) -> Table:
         for setting, group in chosen_on_dev(studies[name.replace("7168f", "6144f")]).items()
         if group.method
     }
-    return with_cost(found | {"grad_cache": chosen_on_dev(studies[name])["grad_cache"]}, ("updates",))
+    return with_cost(
+        found | {"grad_cache": chosen_on_dev(studies[name])["grad_cache"]}, ("updates",)
+    )
 
 
 SETS = {"medquad": "MedQuAD", "scifact": "SciFact", "xquad": "XQuAD"}
@@ -286,19 +349,27 @@ def all_sets(studies: Studies, _: str) -> Table:
         for row in (dict(zip(table.heads, row, strict=True)) for row in table.rows):
             cell = row[METRIC]
             if row["less grad_cache"]:
-                ours, theirs = same_seeds({"": found[row["setting"]], "grad_cache": reference}).values()
+                ours, theirs = same_seeds(
+                    {"": found[row["setting"]], "grad_cache": reference}
+                ).values()
                 one = compare(ours.per_query(), theirs.per_query(), METRIC)
                 tested = row["p both"] if row["p both"].startswith("<") else f"= {row['p both']}"
                 cell += f", {one.difference:+.3f} ({one.low:+.3f} to {one.high:+.3f}), p {tested}"
-            cells.setdefault(row["setting"].removesuffix(" age_decay=1 row_weight=current"), []).append(cell)
+            cells.setdefault(
+                row["setting"].removesuffix(" age_decay=1 row_weight=current"), []
+            ).append(cell)
     return Table(["setting", *SETS.values()], [[setting, *row] for setting, row in cells.items()])
 
 
 def strongest(studies: Studies, name: str) -> Table:
     """Compare the methods after 6,144 forward passes with the best `grad_cache` of all learning rates and N."""
-    found = {setting: group for setting, group in chosen_on_dev(studies[name]).items() if group.method}
+    found = {
+        setting: group for setting, group in chosen_on_dev(studies[name]).items() if group.method
+    }
     del found["grad_cache"]
-    return with_cost(found | {"grad_cache": best_rates(encoders(studies, "medquad"))["grad_cache"]}, ("updates",))
+    return with_cost(
+        found | {"grad_cache": best_rates(encoders(studies, "medquad"))["grad_cache"]}, ("updates",)
+    )
 
 
 LONGER = {"52s": "75s", "4096f": "7168f"}
@@ -308,13 +379,17 @@ LONGER = {"52s": "75s", "4096f": "7168f"}
 def less_time(studies: Studies, name: str) -> Table:
     """Compare methods after two thirds of the reference's training time with the reference."""
     own, budget = name.rsplit("-", 1)
-    short = {setting: group for setting, group in chosen_on_dev(studies[name]).items() if group.method}
+    short = {
+        setting: group for setting, group in chosen_on_dev(studies[name]).items() if group.method
+    }
     reference = chosen_on_dev(studies[f"{own}-{LONGER[budget]}"])["grad_cache"]
     shown = ("updates", "seconds", "peak MiB") if budget.endswith("s") else ("updates",)
     return with_cost(short | {"grad_cache": reference}, shown)
 
 
-def with_cost(found: dict[str, RunGroup], shown: Sequence[str] = ("updates", "seconds", "peak MiB")) -> Table:
+def with_cost(
+    found: dict[str, RunGroup], shown: Sequence[str] = ("updates", "seconds", "peak MiB")
+) -> Table:
     """Compare every group with the reference, with N and the costs of a run, as means over seeds."""
     table = against(found, "grad_cache")
     rows = []
@@ -322,7 +397,10 @@ def with_cost(found: dict[str, RunGroup], shown: Sequence[str] = ("updates", "se
         group = found[row[0]]
         costs = dict.fromkeys(shown, "-")
         if group.method:
-            updates, seconds = f"{group.setting('optim.max_steps'):g}", number(group.mean("train_seconds"), ".0f")
+            updates, seconds = (
+                f"{group.setting('optim.max_steps'):g}",
+                number(group.mean("train_seconds"), ".0f"),
+            )
             costs = {"updates": updates, "seconds": seconds, "peak MiB": memory(group)}
         size = f"{group.setting(SIZE):g}" if group.method else "-"
         rows.append([row[0], size, *row[1:-1], *(costs[name] for name in shown)])
@@ -332,7 +410,10 @@ def with_cost(found: dict[str, RunGroup], shown: Sequence[str] = ("updates", "se
 def by_rate(runs: Sequence[RunRecord]) -> dict[float, dict[str, RunGroup]]:
     """Return learning rate -> setting -> runs, from the lowest learning rate."""
     rates = sorted({run.config[RATE] for run in runs if run.method})
-    return {rate: groups([run for run in runs if run.method and run.config[RATE] == rate]) for rate in rates}
+    return {
+        rate: groups([run for run in runs if run.method and run.config[RATE] == rate])
+        for rate in rates
+    }
 
 
 def drift_per_step(group: RunGroup) -> float | None:
@@ -348,14 +429,27 @@ def large_banks(studies: Studies, name: str) -> Table:
         table = against(found, "no bank")
         for row in (dict(zip(table.heads, row, strict=True)) for row in table.rows):
             drift = number(drift_per_step(found[row["setting"]]), ".1e")
-            rows.append([f"{rate:g}", row["setting"], row[METRIC], row["less no bank"], row["p perm"], drift])
+            rows.append(
+                [
+                    f"{rate:g}",
+                    row["setting"],
+                    row[METRIC],
+                    row["less no bank"],
+                    row["p perm"],
+                    drift,
+                ]
+            )
     return Table(["lr", "setting", METRIC, "less no bank", "p perm", "drift per step"], rows)
 
 
 def hybrid(studies: Studies, name: str) -> Table:
     """Compare the hybrid with and without age decay with the reference."""
     chosen = best_rates(encoders(studies, "medquad") + studies[name])
-    wanted = {setting: group for setting, group in chosen.items() if setting.startswith(("grad_cache", "cont_cache"))}
+    wanted = {
+        setting: group
+        for setting, group in chosen.items()
+        if setting.startswith(("grad_cache", "cont_cache"))
+    }
     return against(same_seeds(wanted), "grad_cache")
 
 
@@ -375,12 +469,20 @@ def cuts(studies: Studies, name: str) -> Table:
 
 
 def heads_order(studies: Studies, name: str) -> Table:
-    runs = some(studies[name], r"grad_\w+|(passage_bank|cont_\w+) size=\d+( age_decay=1 row_weight=current)?")
+    runs = some(
+        studies[name],
+        r"grad_\w+|(passage_bank|cont_\w+) size=\d+( age_decay=1 row_weight=current)?",
+    )
     return against(best_rates(runs), "grad_cache")
 
 
 def heads_rates(studies: Studies, name: str) -> Table:
-    return rates(some(studies[name], r"grad_\w+|(passage_bank|cont_\w+) size=\d+( age_decay=1 row_weight=current)?"))
+    return rates(
+        some(
+            studies[name],
+            r"grad_\w+|(passage_bank|cont_\w+) size=\d+( age_decay=1 row_weight=current)?",
+        )
+    )
 
 
 def heads_switches(studies: Studies, name: str) -> Table:
@@ -389,13 +491,18 @@ def heads_switches(studies: Studies, name: str) -> Table:
     runs = [run for run in studies[name] if re.sub(r"-seed\d+$", "", run.name) in plain]
     runs += some(
         studies[name],
-        r"(cont_accum size=\d+|grad_cache) (row_weight|visibility|keep|warmup_steps|mask_false|queries).*",
+        r"(cont_accum size=\d+|grad_cache) "
+        r"(row_weight|visibility|keep|warmup_steps|mask_false|queries).*",
     )
-    return against(same_seeds(groups([run for run in runs if run.config[RATE] == 3e-4])), "cont_accum size=64")
+    return against(
+        same_seeds(groups([run for run in runs if run.config[RATE] == 3e-4])), "cont_accum size=64"
+    )
 
 
 def heads_age(studies: Studies, name: str) -> Table:
-    return rates(some(studies[name], r"grad_cache|cont_accum size=(64|512)( (age_decay|row_weight)=.*)?"))
+    return rates(
+        some(studies[name], r"grad_cache|cont_accum size=(64|512)( (age_decay|row_weight)=.*)?")
+    )
 
 
 def heads_ideas(studies: Studies, name: str) -> Table:
@@ -417,8 +524,12 @@ def heads_balance(studies: Studies, name: str) -> Table:
         apart = [abs(math.log(group.median("grad_norm_ratio") or 1.0)) for group in found]
         quality = [group.score(METRIC)[0] or 0.0 for group in found]
         result = stats.spearmanr(apart, quality)
-        rows.append([f"{rate:g}", str(len(apart)), f"{result.statistic:+.2f}", p(float(result.pvalue))])
-    return Table(["learning rate", "settings", "rank correlation of imbalance and quality", "p"], rows)
+        rows.append(
+            [f"{rate:g}", str(len(apart)), f"{result.statistic:+.2f}", p(float(result.pvalue))]
+        )
+    return Table(
+        ["learning rate", "settings", "rank correlation of imbalance and quality", "p"], rows
+    )
 
 
 def heads_drift(studies: Studies, name: str) -> Table:
@@ -482,9 +593,13 @@ MARKED = re.compile(r"(?<=<!-- table: )(\S+)( -->\n\n)((?:\|[^\n]*\n)*)")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pack", type=Path)
-    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}; all when none is named")
+    parser.add_argument(
+        "tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}; all when none is named"
+    )
     parser.add_argument("--page", type=Path, help="Markdown file whose tables are made anew")
     chosen = parser.parse_args()
     studies = read_pack(chosen.pack)
@@ -495,7 +610,9 @@ def main() -> None:
 
     if chosen.page is not None:
         new = chosen.page.read_text(encoding="utf-8")
-        new = MARKED.sub(lambda found: found[1] + found[2] + made(found[1]) + ("\n" if found[3] else "\n\n"), new)
+        new = MARKED.sub(
+            lambda found: found[1] + found[2] + made(found[1]) + ("\n" if found[3] else "\n\n"), new
+        )
         chosen.page.write_text(new, encoding="utf-8")
         return
     for name in chosen.tables or [name for name, (_, study) in TABLES.items() if study in studies]:

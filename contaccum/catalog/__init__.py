@@ -1,4 +1,7 @@
-"""Download data sets by name from BEIR, DPR, MTEB, MIRACL and the Hugging Face Hub. ``fetch`` is the function to call."""
+"""Download data sets by name from BEIR, DPR, MTEB, MIRACL and the Hugging Face Hub.
+
+``fetch`` is the function to call.
+"""
 
 import os
 from importlib import resources
@@ -12,7 +15,8 @@ NANO = {
     "hotpotqa": "HotpotQA", "msmarco": "MSMARCO", "nfcorpus": "NFCorpus", "nq": "NQ", "quora": "QuoraRetrieval",
     "scidocs": "SCIDOCS", "scifact": "SciFact", "webis-touche2020": "Touche2020",
 }  # fmt: skip
-"""NanoBEIR data sets: name in BEIR -> name of the split on the Hub. The prefix Nano of the split name is left out."""
+"""NanoBEIR data sets: name in BEIR -> name of the split on the Hub. The prefix Nano of the split
+name is left out."""
 NANO_REPOSITORY = "hub:sentence-transformers/NanoBEIR-en"
 HUB_PREFIX = "hub:"
 
@@ -24,7 +28,10 @@ def table(file: str) -> list[list[str]]:
 
 
 def is_published(name: str | Path) -> bool:
-    """Return whether ``fetch`` would download this data set. A part of the name after a slash may still be wrong."""
+    """Return whether ``fetch`` would download this data set.
+
+    A part of the name after a slash may still be wrong.
+    """
     from contaccum.catalog.download import MD5
 
     text = str(name)
@@ -56,7 +63,10 @@ def fetch(name: str | Path, split: str = "test") -> Path:
     family, _, member = text.partition("/")
     if family == "nanobeir":
         if member not in NANO:
-            raise InputError(f"{text}: no NanoBEIR set has this name; expected nanobeir/ and one of {', '.join(NANO)}")
+            raise InputError(
+                f"{text}: no NanoBEIR set has this name; expected nanobeir/ and one of "
+                f"{', '.join(NANO)}"
+            )
         text = f"{NANO_REPOSITORY}::Nano{NANO[member]}"
     if text.startswith(HUB_PREFIX):
         from contaccum.catalog.hub_sets import fetch_hub

@@ -19,9 +19,19 @@ BASE_URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets"
 DPR_URL = "https://dl.fbaipublicfiles.com/dpr"
 MD5 = {name: md5 or None for name, _, md5 in table("archives.tsv") if not name.startswith("dpr/")}
 """Name of a BEIR data set -> MD5 checksum of the archive, or None if BEIR publishes no checksum."""
-DPR = {name.removeprefix("dpr/"): path for name, path, _ in table("archives.tsv") if name.startswith("dpr/")}
-"""Name of a DPR file -> path below ``DPR_URL``. The files have Wikipedia passages, training data or questions."""
-LICENSED = ("bioasq", "signal1m", "trec-news", "robust04")  # BEIR is not allowed to distribute these data sets
+DPR = {
+    name.removeprefix("dpr/"): path
+    for name, path, _ in table("archives.tsv")
+    if name.startswith("dpr/")
+}
+"""Name of a DPR file -> path below ``DPR_URL``. The files have Wikipedia passages, training data or
+questions."""
+LICENSED = (
+    "bioasq",
+    "signal1m",
+    "trec-news",
+    "robust04",
+)  # BEIR is not allowed to distribute these data sets
 FORUMS = (
     *("android", "english", "gaming", "gis", "mathematica", "physics"),
     *("programmers", "stats", "tex", "unix", "webmasters", "wordpress"),
@@ -33,12 +43,17 @@ _TIMEOUT = 30  # maximum number of seconds without data
 
 
 def beir_folder(
-    name: str | Path, cache: str | Path | None = None, *, base_url: str = BASE_URL, md5: str | None = None
+    name: str | Path,
+    cache: str | Path | None = None,
+    *,
+    base_url: str = BASE_URL,
+    md5: str | None = None,
 ) -> Path:
     """Return the folder of a BEIR data set; download the data set into ``cache`` if necessary.
 
-    name: such as ``scifact`` or ``cqadupstack/android`` (``cqadupstack`` has twelve data sets). md5:
-    expected MD5 checksum of the archive; None: the checksum that BEIR publishes, if there is one.
+    name: such as ``scifact`` or ``cqadupstack/android`` (``cqadupstack`` has twelve data sets).
+    md5: expected MD5 checksum of the archive; None: the checksum that BEIR publishes, if there is
+    one.
 
     Raises InputError if the name is unknown, if the licence forbids the download, if the download
     fails, if the checksum is wrong, or if the archive cannot be unpacked.
@@ -60,7 +75,8 @@ def beir_folder(
                 expected = md5 or MD5[name]
                 if expected and digest.hexdigest() != expected:
                     raise InputError(
-                        f"{base_url}/{name}.zip: the archive has MD5 {digest.hexdigest()}; expected {expected}. Try the "
+                        f"{base_url}/{name}.zip: the archive has MD5 {digest.hexdigest()}; "
+                        f"expected {expected}. Try the "
                         "download again."
                     )
                 unpack(archive, folder.name, folder)
@@ -76,7 +92,9 @@ def dpr_file(name: str, cache: str | Path | None = None, *, base_url: str = DPR_
     unknown or the download fails.
     """
     if name not in DPR:
-        raise InputError(f"dpr/{name}: no DPR file has this name; expected dpr/ and one of {', '.join(DPR)}")
+        raise InputError(
+            f"dpr/{name}: no DPR file has this name; expected dpr/ and one of {', '.join(DPR)}"
+        )
     file = Path(cache or cache_folder() / "dpr") / Path(DPR[name]).name
     if file.is_file():
         return file
@@ -91,15 +109,19 @@ def _checked_name(name: str, forum: str) -> str:
     given = f"{name}/{forum}".rstrip("/")
     if name in LICENSED:
         raise InputError(
-            f"{name}: its licence forbids the download. Build the data set as BEIR explains, and give the path of its folder."
+            f"{name}: its licence forbids the download. Build the data set as BEIR explains, and "
+            "give the path of its folder."
         )
     if name not in MD5:
         raise InputError(
-            f"{given}: no folder or data set has this name; expected a path, one of {', '.join(sorted(MD5))}, or a name that "
+            f"{given}: no folder or data set has this name; expected a path, one of "
+            f"{', '.join(sorted(MD5))}, or a name that "
             "starts with nanobeir/, mteb/, miracl/, dpr/ or hub: (see contaccum data fetch --help)"
         )
     if name == "cqadupstack" and forum not in FORUMS:
-        raise InputError(f"{given}: not a data set; expected cqadupstack/ and one of {', '.join(FORUMS)}")
+        raise InputError(
+            f"{given}: not a data set; expected cqadupstack/ and one of {', '.join(FORUMS)}"
+        )
     if name != "cqadupstack" and forum:
         raise InputError(f"{given}: not a data set; {name} has no parts. Use {name!r}.")
     return name
@@ -111,7 +133,14 @@ def unpack(archive: Path, name: str, target: Path) -> None:
     If an error occurs, ``target`` is not created. ``zipfile`` never writes outside the folder and
     creates no links. Raises InputError if the archive is damaged or lacks the folder ``name``.
     """
-    damage = (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, UnicodeError, RuntimeError)
+    damage = (
+        zipfile.BadZipFile,
+        zlib.error,
+        NotImplementedError,
+        EOFError,
+        UnicodeError,
+        RuntimeError,
+    )
     with (
         library_errors(f"{archive}: not a readable zip archive", *damage),
         zipfile.ZipFile(archive) as bundle,
@@ -120,7 +149,8 @@ def unpack(archive: Path, name: str, target: Path) -> None:
         entries = [entry for entry in bundle.infolist() if entry.filename.startswith(f"{name}/")]
         if all(entry.is_dir() for entry in entries):
             raise InputError(
-                f"{archive}: has no folder {name!r}; a BEIR archive must contain a folder with the name of the data set"
+                f"{archive}: has no folder {name!r}; a BEIR archive must contain a folder with the "
+                "name of the data set"
             )
         for entry in entries:
             entry.filename = entry.filename.removeprefix(f"{name}/")
@@ -137,15 +167,18 @@ def _one_download(folder: Path, kind: str) -> AbstractContextManager[None]:
 def _download(url: str, path: Path, target: Path) -> None:
     """Download ``url`` to the file ``path``, which appears whole or not at all.
 
-    If the connection breaks, the received bytes stay in a hidden file, and the next call asks the server
-    for the rest. It starts again if the server does not send the rest of the file with the same ETag.
+    If the connection breaks, the received bytes stay in a hidden file, and the next call asks the
+    server for the rest. It starts again if the server does not send the rest of the file with the
+    same ETag.
 
     target: path where the error message tells users to put a copy of the data.
     """
     headers = {"Accept-Encoding": "identity"}  # so that Content-Length counts the bytes of the file
     with created_folder(path.parent), write_errors(path), ExitStack() as responses:
         try:
-            response = responses.enter_context(requests.get(url, stream=True, timeout=_TIMEOUT, headers=headers))
+            response = responses.enter_context(
+                requests.get(url, stream=True, timeout=_TIMEOUT, headers=headers)
+            )
             response.raise_for_status()
             etag = response.headers.get("ETag", "")
             length = response.headers.get("Content-Length", "")
@@ -153,12 +186,16 @@ def _download(url: str, path: Path, target: Path) -> None:
             version = hashlib.sha256(f"{etag} {length}".encode()).hexdigest()[:16]
             part = path.with_name(f".{path.name}.{version}.unfinished")
             for old in path.parent.glob(f".{path.name}.*.unfinished"):
-                if old != part or not (etag and total):  # of another version, or its version is unknown
+                if old != part or not (
+                    etag and total
+                ):  # of another version, or its version is unknown
                     old.unlink()
             start = part.stat().st_size if part.exists() else 0
             if start:
                 headers |= {"Range": f"bytes={start}-", "If-Range": etag}
-                rest = responses.enter_context(requests.get(url, stream=True, timeout=_TIMEOUT, headers=headers))
+                rest = responses.enter_context(
+                    requests.get(url, stream=True, timeout=_TIMEOUT, headers=headers)
+                )
                 span = (rest.headers.get("ETag"), rest.headers.get("Content-Range"))
                 if rest.status_code == 206 and span == (etag, f"bytes {start}-{total - 1}/{total}"):
                     response.close()
@@ -168,7 +205,12 @@ def _download(url: str, path: Path, target: Path) -> None:
             with (
                 open(part, "ab" if start else "wb") as file,
                 tqdm(
-                    total=total or None, initial=start, desc=target.name, unit="B", unit_scale=True, disable=None
+                    total=total or None,
+                    initial=start,
+                    desc=target.name,
+                    unit="B",
+                    unit_scale=True,
+                    disable=None,
                 ) as bar,
             ):
                 for chunk in response.iter_content(_CHUNK):
@@ -183,8 +225,13 @@ def _download(url: str, path: Path, target: Path) -> None:
             reason = type(error).__name__
             if isinstance(error, requests.HTTPError) and error.response is not None:
                 reason = f"HTTP status {error.response.status_code}"
-            copy = "the file" if target.suffix else "the data set's folder (corpus.jsonl, queries.jsonl, qrels/)"
+            copy = (
+                "the file"
+                if target.suffix
+                else "the data set's folder (corpus.jsonl, queries.jsonl, qrels/)"
+            )
             raise InputError(
-                f"{target.name}: not found in {target.parent}, and {url} cannot be downloaded ({reason}). "
+                f"{target.name}: not found in {target.parent}, and {url} cannot be downloaded "
+                f"({reason}). "
                 f"Put {copy} at {target}, or give the path of a local copy."
             ) from error

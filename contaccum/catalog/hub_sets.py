@@ -1,11 +1,12 @@
 """Download data sets of the Hugging Face Hub into the cache, and read the rows of their files.
 
 The name of a data set is
-``hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN&neg=COLUMN,COLUMN]``. The part after the
-question mark names the columns to read as query, pos, neg and query_id. A local folder may replace ``owner/name``.
+``hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN&neg=COLUMN,COLUMN]``.
+The part after the question mark names the columns to read as query, pos, neg and query_id. A local
+folder may replace ``owner/name``.
 
-The library ``datasets`` finds the files of a configuration. contaccum reads JSON files itself, because ``datasets`` converts
-texts such as 2020-01-01 to dates.
+The library ``datasets`` finds the files of a configuration. contaccum reads JSON files itself,
+because ``datasets`` converts texts such as 2020-01-01 to dates.
 """
 
 import json
@@ -20,7 +21,14 @@ from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
 
-from datasets import DatasetBuilder, Features, Value, get_dataset_config_names, load_dataset, load_dataset_builder
+from datasets import (
+    DatasetBuilder,
+    Features,
+    Value,
+    get_dataset_config_names,
+    load_dataset,
+    load_dataset_builder,
+)
 from datasets.exceptions import DatasetsError
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
@@ -37,17 +45,29 @@ from contaccum.runtime.hub import hub_errors
 
 FIELDS = ("query", "pos", "neg", "query_id")
 FAILURES: tuple[Any, ...] = (
-    *(OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, YAMLError, DatasetsError),
+    *(
+        OSError,
+        ValueError,
+        RuntimeError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        YAMLError,
+        DatasetsError,
+    ),
     *HfHubHTTPError.__bases__,  # without a connection, the error is one of these
 )
-"""Errors that can occur while a data set is loaded. ``datasets`` raises RuntimeError if the data set has a loading script."""
+"""Errors that can occur while a data set is loaded. ``datasets`` raises RuntimeError if the data
+set has a loading script."""
 Rows = Iterable[tuple[SourceLocation, Record]]
 """Rows of a file: pairs of the location (for error messages) and the record."""
 _UNREADABLE = (OSError, ValueError, RuntimeError, DatasetsError, EOFError, TypeError, zlib.error)
 """Errors that a damaged file causes. EOFError and zlib.error come from a damaged gzip file."""
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
 """File ending -> format. The file may also be gzipped (such as .jsonl.gz)."""
-_NAME = re.compile(r"(?P<repository>[^:?@]*)(@(?P<revision>[^:?]+))?(:(?P<configuration>[^:?]*))?(:(?P<split>[^:?]+))?")
+_NAME = re.compile(
+    r"(?P<repository>[^:?@]*)(@(?P<revision>[^:?]+))?(:(?P<configuration>[^:?]*))?(:(?P<split>[^:?]+))?"
+)
 _REMOTE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
 
 
@@ -60,7 +80,9 @@ class HubName:
     revision: str | None = None
     configuration: str | None = None
     split: str | None = None
-    columns: dict[str, list[str]] = field(default_factory=dict)  # our field -> columns; empty: the name maps no columns
+    columns: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # our field -> columns; empty: the name maps no columns
 
     @classmethod
     def of(cls, text: str) -> "HubName":
@@ -71,11 +93,14 @@ class HubName:
             key, _, value = pair.partition("=")
             if key not in FIELDS or key in columns or not value:
                 raise InputError(
-                    f"{text}: found {pair!r}; expected FIELD=COLUMN with each field at most once, where FIELD is "
+                    f"{text}: found {pair!r}; expected FIELD=COLUMN with each field at most once, "
+                    "where FIELD is "
                     f"one of {', '.join(FIELDS)}"
                 )
             columns[key] = value.split(",")
-        folder = ""  # the longest beginning that is a folder: a path may contain @ and :, such as /home/user@domain
+        # the longest beginning that is a folder: a path may contain @ and :, such as
+        # /home/user@domain
+        folder = ""
         for end in re.finditer("[@:]|$", name):
             if os.path.isdir(name[: end.start()]):
                 folder = name[: end.start()]
@@ -87,7 +112,9 @@ class HubName:
                 f"{text}: not the name of a Hub data set or of a local folder; expected "
                 "hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN]"
             )
-        configuration = parts["configuration"] or None  # an empty one, as in hub:owner/name::split, is the default
+        configuration = (
+            parts["configuration"] or None
+        )  # an empty one, as in hub:owner/name::split, is the default
         return cls(text, repository, parts["revision"], configuration, parts["split"], columns)
 
     def builder(self, configuration: str | None) -> DatasetBuilder:
@@ -125,14 +152,20 @@ class HubName:
 
 
 def files_by_split(builder: DatasetBuilder) -> dict[str, list[str]]:
-    """Return the files of each split. A file is a local path, or an address on the Hub that names a commit."""
+    """Return the files of each split.
+
+    A file is a local path, or an address on the Hub that names a commit.
+    """
     return {str(split): list(paths) for split, paths in (builder.config.data_files or {}).items()}
 
 
-def split_files(name: HubName, builder: DatasetBuilder, split: str, only: bool = False) -> list[str]:
+def split_files(
+    name: HubName, builder: DatasetBuilder, split: str, only: bool = False
+) -> list[str]:
     """Return the files of a split. Raise InputError if there is no such split.
 
-    only: if True and the data set has only one split, return the files of that split, whatever its name.
+    only: if True and the data set has only one split, return the files of that split, whatever its
+    name.
     """
     found = files_by_split(builder)
     if split not in found and not (only and len(found) == 1):
@@ -148,12 +181,14 @@ def _key(files: list[str]) -> list[Any]:
 def fetch_hub(text: str, split: str) -> Path:
     """Download a Hub data set, and return the path of a local copy in one of our formats.
 
-    A data set with the configurations ``corpus`` and ``queries`` (as in NanoBEIR and MTEB) becomes a BEIR folder. The judgements
-    come from the configuration ``default`` or ``qrels``. Any other data set becomes a file of training examples. If
-    ``text`` names a configuration or columns (``?query=...``), the result is always a file of training examples. If ``text``
-    names no columns, the columns of the data set must have the field names of one of our formats.
+    A data set with the configurations ``corpus`` and ``queries`` (as in NanoBEIR and MTEB) becomes
+    a BEIR folder. The judgements come from the configuration ``default`` or ``qrels``. Any other
+    data set becomes a file of training examples. If ``text`` names a configuration or columns
+    (``?query=...``), the result is always a file of training examples. If ``text`` names no
+    columns, the columns of the data set must have the field names of one of our formats.
 
-    text: ``hub:`` name of the data set. split: split of the examples or judgements, used if ``text`` names no split.
+    text: ``hub:`` name of the data set. split: split of the examples or judgements, used if
+    ``text`` names no split.
     """
     name = HubName.of(text)
     if name.is_retrieval_set():
@@ -163,13 +198,22 @@ def fetch_hub(text: str, split: str) -> Path:
     def write(folder: Path) -> None:
         with open(folder / "examples.jsonl", "w", encoding="utf-8", newline="\n") as file:
             for number, (_, row) in enumerate(name.rows(files), 1):
-                if number == 1 and not name.columns:  # raises an error if no format has these fields
-                    kind_of_record(row, SourceLocation(Path(text), 1, field="name without ?query=COLUMN&pos=COLUMN"))
+                if (
+                    number == 1 and not name.columns
+                ):  # raises an error if no format has these fields
+                    kind_of_record(
+                        row,
+                        SourceLocation(
+                            Path(text), 1, field="name without ?query=COLUMN&pos=COLUMN"
+                        ),
+                    )
                 record = _mapped(name, row, number) if name.columns else known_fields(row)
                 try:
                     line = json.dumps(record, ensure_ascii=False)
                 except TypeError as error:
-                    raise InputError(f"{text}, row {number}: {error}; only texts and numbers are allowed") from error
+                    raise InputError(
+                        f"{text}, row {number}: {error}; only texts and numbers are allowed"
+                    ) from error
                 file.write(f"{line}\n")
 
     key = [READER_VERSION, name.repository, name.configuration, name.columns, _key(files)]
@@ -187,7 +231,9 @@ def _mapped(name: HubName, row: Record, number: int) -> Record:
         texts: list[str] = []
         for column in columns:
             if column not in row:
-                raise InputError(f"{where}: column {column!r} not found; available: {', '.join(row)}")
+                raise InputError(
+                    f"{where}: column {column!r} not found; available: {', '.join(row)}"
+                )
             value = row[column]
             for text in value if isinstance(value, list) else [value]:
                 if text is None or text == "":
@@ -196,12 +242,15 @@ def _mapped(name: HubName, row: Record, number: int) -> Record:
                     text = str(text)
                 if not isinstance(text, str):
                     raise InputError(
-                        f"{where}: column {column!r} has a {type(text).__name__}; expected a text or a list of texts"
+                        f"{where}: column {column!r} has a {type(text).__name__}; expected a text "
+                        "or a list of texts"
                     )
                 texts.append(text)
         if key in ("query", "query_id"):
             if len(texts) > 1:
-                raise InputError(f"{where}: found {len(texts)} values for {key}; expected exactly one")
+                raise InputError(
+                    f"{where}: found {len(texts)} values for {key}; expected exactly one"
+                )
             record[key] = "".join(texts)  # the reader rejects an empty text
         else:
             record[key] = texts
@@ -211,9 +260,10 @@ def _mapped(name: HubName, row: Record, number: int) -> Record:
 def retrieval_parts(found: Collection[str], prefix: str = "") -> tuple[str, str, str]:
     """Return the names of the configurations of the corpus, the queries and the judgements, chosen as in MTEB.
 
-    found: names of all configurations of the data set. prefix: for a subset, the start of its configuration names, such as
-    ``sw-``. A returned name may be missing in ``found``; the caller must check. Source: ``_load_qrels`` and ``_load_queries``
-    of mteb/abstasks/retrieval_dataset_loaders.py, mteb 2.26.24.
+    found: names of all configurations of the data set. prefix: for a subset, the start of its
+    configuration names, such as ``sw-``. A returned name may be missing in ``found``; the caller
+    must check. Source: ``_load_qrels`` and ``_load_queries`` of
+    mteb/abstasks/retrieval_dataset_loaders.py, mteb 2.26.24.
     """
     queries = "query" if "query" in found else f"{prefix}queries"
     judgements = "default" if not prefix and "default" in found else f"{prefix}qrels"
@@ -225,17 +275,22 @@ def _retrieval_folder(name: HubName, split: str) -> Path:
     wanted = retrieval_parts(configurations)
     if wanted[-1] not in configurations:
         raise InputError(
-            f"{name.text}: has a corpus and queries, but no judgements; expected a configuration named default or qrels"
+            f"{name.text}: has a corpus and queries, but no judgements; expected a configuration "
+            "named default or qrels"
         )
     corpus = split_files(name, name.builder(wanted[0]), name.split or "corpus", True)
     queries = split_files(name, name.builder(wanted[1]), name.split or "queries", True)
     grades = split_files(name, name.builder(wanted[2]), name.split or split, True)
 
     def write(folder: Path) -> None:
-        beir_from_rows(folder, name.text, name.rows(corpus), name.rows(queries), {split: name.rows(grades)})
+        beir_from_rows(
+            folder, name.text, name.rows(corpus), name.rows(queries), {split: name.rows(grades)}
+        )
 
     return cached_folder(
-        "hub", [READER_VERSION, name.repository, split, _key(corpus), _key(queries), _key(grades)], write
+        "hub",
+        [READER_VERSION, name.repository, split, _key(corpus), _key(queries), _key(grades)],
+        write,
     )
 
 
@@ -256,25 +311,36 @@ def _table_rows(file: str, ending: str) -> Iterator[Record]:
     else:  # with these options, pandas reads 007 and NA as texts
         load = partial(load, sep="\t" if ending == ".tsv" else ",", na_filter=False)
         first: Record = next(iter(load()), {})
-        if "__index_level_0__" in first:  # for pandas, the first of three cells under two names is an index
-            raise ValueError("row 1 has more cells than the header; a cell that contains the separator needs quotes")
+        if (
+            "__index_level_0__" in first
+        ):  # for pandas, the first of three cells under two names is an index
+            raise ValueError(
+                "row 1 has more cells than the header; a cell that contains the separator needs "
+                "quotes"
+            )
         load = partial(load, features=Features(dict.fromkeys(first, Value("string"))))
     yield from load()
 
 
 def numbered(path: Path, rows: Iterable[Record]) -> Iterator[tuple[SourceLocation, Record]]:
-    """Yield each row with its location; row numbers start at 1. Raise InputError if a row cannot be read."""
+    """Yield each row with its location; row numbers start at 1.
+
+    Raise InputError if a row cannot be read.
+    """
     number = 0
     try:
         for number, row in enumerate(rows, 1):
             yield RowLocation(path, number), row
     except _UNREADABLE as error:
         raise InputError(
-            f"{path}: cannot be read after row {number} ({in_one_line(error)}); the file is probably damaged"
+            f"{path}: cannot be read after row {number} ({in_one_line(error)}); the file is "
+            "probably damaged"
         ) from error
 
 
-def beir_from_rows(folder: Path, name: str, corpus: Rows, queries: Rows, grades: Mapping[str, Rows]) -> None:
+def beir_from_rows(
+    folder: Path, name: str, corpus: Rows, queries: Rows, grades: Mapping[str, Rows]
+) -> None:
     """Write rows with the column names of MTEB to a BEIR folder.
 
     name: name of the data set, for error messages. grades: split -> rows of the judgements.
@@ -291,7 +357,10 @@ def _passage(location: SourceLocation, row: Record) -> dict[str, str]:
 
 
 def _query(location: SourceLocation, row: Record) -> dict[str, str]:
-    """Return the id and text of a row. In some data sets the column of the id is named ``id`` and contains numbers."""
+    """Return the id and text of a row.
+
+    In some data sets the column of the id is named ``id`` and contains numbers.
+    """
     key = "id" if "id" in row and "_id" not in row else "_id"
     return {"_id": id_field(row, key, location), "text": string_field(row, "text", location)}
 
@@ -299,4 +368,8 @@ def _query(location: SourceLocation, row: Record) -> dict[str, str]:
 def _judgement(location: SourceLocation, row: Record) -> tuple[str, str, int]:
     score = row.get("score", 1)
     text = re.sub(r"\.0+$", "", score if isinstance(score, str) else json.dumps(score, default=str))
-    return id_field(row, "query-id", location), id_field(row, "corpus-id", location), grade_of(text, location)
+    return (
+        id_field(row, "query-id", location),
+        id_field(row, "corpus-id", location),
+        grade_of(text, location),
+    )

@@ -1,9 +1,10 @@
 """Download MTEB and MIRACL retrieval sets at fixed commits of the Hub, and convert them to BEIR folders.
 
-The file mteb.tsv lists the MTEB tasks. The data set of a task has a configuration ``corpus``, a configuration ``queries``, and a
-configuration ``default`` or ``qrels`` for the judgements. If a task has subsets, the configurations of the subset NAME are
-``NAME-corpus``, ``NAME-queries`` and ``NAME-qrels``. The MIRACL repositories contain scripts, and ``datasets`` no longer runs
-scripts. This module therefore reads the MIRACL files itself.
+The file mteb.tsv lists the MTEB tasks. The data set of a task has a configuration ``corpus``, a
+configuration ``queries``, and a configuration ``default`` or ``qrels`` for the judgements. If a
+task has subsets, the configurations of the subset NAME are ``NAME-corpus``, ``NAME-queries`` and
+``NAME-qrels``. The MIRACL repositories contain scripts, and ``datasets`` no longer runs scripts.
+This module therefore reads the MIRACL files itself.
 """
 
 import re
@@ -17,22 +18,53 @@ from typing import Any, NamedTuple
 from huggingface_hub import constants, metadata_load, snapshot_download
 
 from contaccum.catalog import table
-from contaccum.catalog.hub_sets import FAILURES, HubName, Rows, beir_from_rows, files_by_split, retrieval_parts
+from contaccum.catalog.hub_sets import (
+    FAILURES,
+    HubName,
+    Rows,
+    beir_from_rows,
+    files_by_split,
+    retrieval_parts,
+)
 from contaccum.errors import InputError, library_errors
 from contaccum.formats.json_records import Record, id_field, json_records, string_field, title_field
 from contaccum.formats.readers import read_qrels
-from contaccum.formats.records import READER_VERSION, SourceLocation, numbered_lines, write_beir_folder
+from contaccum.formats.records import (
+    READER_VERSION,
+    SourceLocation,
+    numbered_lines,
+    write_beir_folder,
+)
 from contaccum.runtime.cache import cached_folder
 from contaccum.runtime.files import read_json, read_text, write_json
 from contaccum.runtime.hub import hub_errors
 
 SPLITS = "splits.json"
-KNOWN = ("ar", "bn", "en", "es", "fa", "fi", "fr", "hi", "id", "ja", "ko", "ru", "sw", "te", "th", "zh")
+KNOWN = (
+    "ar",
+    "bn",
+    "en",
+    "es",
+    "fa",
+    "fi",
+    "fr",
+    "hi",
+    "id",
+    "ja",
+    "ko",
+    "ru",
+    "sw",
+    "te",
+    "th",
+    "zh",
+)
 """MIRACL languages with a train split and a dev split."""
 SURPRISE = ("de", "yo")
 """MIRACL languages without a train split."""
 _MAX_CARD = 16 << 20  # bytes
-_MAX_NODES = 1 << 20  # maximum number of values in the metadata of a README; YAML aliases can produce billions
+_MAX_NODES = (
+    1 << 20
+)  # maximum number of values in the metadata of a README; YAML aliases can produce billions
 
 
 class Repository(NamedTuple):
@@ -44,10 +76,13 @@ class Repository(NamedTuple):
     def snapshot(self, *patterns: str, local: bool = False) -> Path:
         """Download the files of the repository that match a pattern, and return the folder of the files.
 
-        patterns: file names, in which ``*`` stands for any text. Without patterns, all files are downloaded. local: use only
-        the files in the cache of the Hub. Raises InputError if the download fails, or if the cache lacks the repository.
+        patterns: file names, in which ``*`` stands for any text. Without patterns, all files are
+        downloaded. local: use only the files in the cache of the Hub. Raises InputError if the
+        download fails, or if the cache lacks the repository.
         """
-        with hub_errors(f"{self.name}: cannot be downloaded from the Hub", *FAILURES, fix=f". {self.hint}"):
+        with hub_errors(
+            f"{self.name}: cannot be downloaded from the Hub", *FAILURES, fix=f". {self.hint}"
+        ):
             folder = snapshot_download(
                 self.name,
                 repo_type="dataset",
@@ -73,14 +108,18 @@ class Task(NamedTuple):
 
     name: str
     repository: Repository
-    subsets: tuple[str, ...]  # names of the subsets, such as languages; empty: the task has no subsets
+    subsets: tuple[
+        str, ...
+    ]  # names of the subsets, such as languages; empty: the task has no subsets
 
 
 @cache
 def tasks() -> dict[str, Task]:
     """Return all MTEB tasks: name of the task in lower case -> task."""
     found = {}
-    for name, repository, commit, *subsets in table("mteb.tsv"):  # the column of the subsets may be missing
+    for name, repository, commit, *subsets in table(
+        "mteb.tsv"
+    ):  # the column of the subsets may be missing
         languages = tuple(subsets[0].split(",")) if subsets else ()
         found[name.casefold()] = Task(name, Repository(repository, commit), languages)
     return found
@@ -89,11 +128,12 @@ def tasks() -> dict[str, Task]:
 def mteb_folder(member: str, split: str) -> Path:
     """Return the BEIR folder of an MTEB task; download the data set if necessary.
 
-    member: a task such as NFCorpus, or a task and a subset such as MIRACLRetrieval/sw. The case of the task name does not matter.
-    split: needed if each split has a separate corpus; the folder then has only this split. Otherwise, the folder has the
-    judgements of all splits.
+    member: a task such as NFCorpus, or a task and a subset such as MIRACLRetrieval/sw. The case of
+    the task name does not matter. split: needed if each split has a separate corpus; the folder
+    then has only this split. Otherwise, the folder has the judgements of all splits.
 
-    Raises InputError if the task, the subset or a needed split is unknown, or if a file cannot be downloaded or read.
+    Raises InputError if the task, the subset or a needed split is unknown, or if a file cannot be
+    downloaded or read.
     """
     task, subset = _task_and_subset(member)
     key = [READER_VERSION, *task.repository, subset]
@@ -102,7 +142,9 @@ def mteb_folder(member: str, split: str) -> Path:
         return folder
     splits = read_json(folder / SPLITS, list[str])
     if split not in splits:
-        raise InputError(f"mteb/{member}: split {split!r} not found; available: {', '.join(splits)}")
+        raise InputError(
+            f"mteb/{member}: split {split!r} not found; available: {', '.join(splits)}"
+        )
     return cached_folder("mteb", [*key, split], partial(_write_split, task, subset, split))
 
 
@@ -122,7 +164,10 @@ def _task_and_subset(member: str) -> tuple[Task, str]:
 
 
 class _TaskFiles:
-    """Files of a task or subset. ``corpus``, ``queries`` and ``grades`` (judgements) each map a split to its files."""
+    """Files of a task or subset.
+
+    ``corpus``, ``queries`` and ``grades`` (judgements) each map a split to its files.
+    """
 
     def __init__(self, task: Task, subset: str) -> None:
         self.text = f"mteb/{task.name}"
@@ -130,7 +175,8 @@ class _TaskFiles:
         try:
             self._find(HubName(self.text, task.repository.name, task.repository.commit), subset)
         except InputError as error:
-            try:  # without a network, use the complete copy in the cache of the Hub, if there is one
+            # without a network, use the complete copy in the cache of the Hub, if there is one
+            try:
                 copy = task.repository.snapshot(local=True)
             except InputError:
                 raise InputError(f"{error}. {task.repository.hint}") from error
@@ -144,7 +190,8 @@ class _TaskFiles:
         for part in (corpus, queries, grades):
             if part not in configurations:
                 raise InputError(
-                    f"{self.text}: configuration {part!r} not found; available: {', '.join(configurations)}"
+                    f"{self.text}: configuration {part!r} not found; available: "
+                    f"{', '.join(configurations)}"
                 )
         self._name = name
         self.corpus = files_by_split(name.builder(corpus))
@@ -152,12 +199,16 @@ class _TaskFiles:
         self.grades = files_by_split(name.builder(grades))
 
     def rows(self, part: Mapping[str, list[str]], split: str) -> Rows:
-        """Read the rows of ``split``. If ``part`` (split -> files) has only one split, read that split, as MTEB does."""
+        """Read the rows of ``split``.
+
+        If ``part`` (split -> files) has only one split, read that split, as MTEB does.
+        """
         if split in part:
             return self._name.rows(part[split])
         if len(part) > 1:
             raise InputError(
-                f"{self.text}: split {split!r} has judgements, but the corpus or the queries have only "
+                f"{self.text}: split {split!r} has judgements, but the corpus or the queries have "
+                "only "
                 f"the splits {', '.join(part)}"
             )
         (files,) = part.values()
@@ -165,12 +216,17 @@ class _TaskFiles:
 
 
 def _check_size(readme: Path) -> None:
-    """Raise InputError if the metadata of a README has too many values. With YAML aliases, a small file can have billions."""
+    """Raise InputError if the metadata of a README has too many values.
+
+    With YAML aliases, a small file can have billions.
+    """
     sizes: dict[int, int] = {}
 
     def size(node: Any) -> int:
         if id(node) not in sizes:
-            inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+            inner = (
+                node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+            )
             sizes[id(node)] = 1 + sum(map(size, inner))
         return sizes[id(node)]
 
@@ -179,11 +235,16 @@ def _check_size(readme: Path) -> None:
         read_text(readme, "the card of a data set", _MAX_CARD)
         nodes = size(metadata_load(readme))
     if nodes > _MAX_NODES:
-        raise InputError(f"{readme}: its metadata has {nodes} values; at most {_MAX_NODES} are allowed")
+        raise InputError(
+            f"{readme}: its metadata has {nodes} values; at most {_MAX_NODES} are allowed"
+        )
 
 
 def _write(task: Task, subset: str, folder: Path) -> None:
-    """Write a BEIR folder with all splits. If each split has a separate corpus, write only a list of the split names."""
+    """Write a BEIR folder with all splits.
+
+    If each split has a separate corpus, write only a list of the split names.
+    """
     parts = _TaskFiles(task, subset)
     if len(parts.corpus) > 1:
         write_json(folder / SPLITS, list(parts.grades))
@@ -195,7 +256,8 @@ def _write(task: Task, subset: str, folder: Path) -> None:
         splits = [split for split in parts.grades if split in parts.queries]
         if not splits:
             raise InputError(
-                f"{parts.text}: no split has both queries and judgements. Splits with only queries: {', '.join(parts.queries)}. "
+                f"{parts.text}: no split has both queries and judgements. Splits with only "
+                f"queries: {', '.join(parts.queries)}. "
                 f"Splits with only judgements: {', '.join(parts.grades)}."
             )
         queries = _distinct(parts.rows(parts.queries, split) for split in splits)
@@ -222,17 +284,20 @@ def _distinct(parts: Iterator[Rows]) -> Rows:
 def miracl_folder(language: str) -> Path:
     """Return the BEIR folder of a MIRACL language; download the data set if necessary.
 
-    language: a code such as ``sw``. The folder has the judgements of the split dev, and of the split train if the language has
-    one. The test splits are left out, because MIRACL publishes no judgements for them. Raises InputError if the language is
-    unknown or the download fails.
+    language: a code such as ``sw``. The folder has the judgements of the split dev, and of the
+    split train if the language has one. The test splits are left out, because MIRACL publishes no
+    judgements for them. Raises InputError if the language is unknown or the download fails.
     """
     if language not in KNOWN + SURPRISE:
         expected = ", ".join(sorted(KNOWN + SURPRISE))
         raise InputError(
-            f"miracl/{language}: not a MIRACL language; expected miracl/LANGUAGE with LANGUAGE one of {expected}"
+            f"miracl/{language}: not a MIRACL language; expected miracl/LANGUAGE with LANGUAGE one "
+            f"of {expected}"
         )
     return cached_folder(
-        "miracl", [READER_VERSION, JUDGED.commit, CORPUS.commit, language], partial(_write_miracl, language)
+        "miracl",
+        [READER_VERSION, JUDGED.commit, CORPUS.commit, language],
+        partial(_write_miracl, language),
     )
 
 
@@ -245,7 +310,9 @@ def _write_miracl(language: str, folder: Path) -> None:
     judged = JUDGED.snapshot(*topics.values(), *qrels.values())
     for file in (*topics.values(), *qrels.values()):
         if not (judged / file).is_file():
-            raise InputError(f"{JUDGED.name}: file {file} not found in commit {JUDGED.commit}. {JUDGED.hint}")
+            raise InputError(
+                f"{JUDGED.name}: file {file} not found in commit {JUDGED.commit}. {JUDGED.hint}"
+            )
     pattern = f"miracl-corpus-v1.0-{language}/docs-[0-9]*.jsonl.gz"
     files = _sorted_parts(list(CORPUS.snapshot(pattern).glob(pattern)), language)
     queries = _queries([judged / file for file in topics.values()])
@@ -254,11 +321,16 @@ def _write_miracl(language: str, folder: Path) -> None:
 
 
 def _sorted_parts(parts: list[Path], language: str) -> list[Path]:
-    """Sort the files of a corpus by the number in the file name. Raise InputError if a number is missing."""
+    """Sort the files of a corpus by the number in the file name.
+
+    Raise InputError if a number is missing.
+    """
     numbered = {int(re.findall(r"\d+", part.name)[0]): part for part in parts}
     for number in range(max(numbered, default=0) + 1):
         if number not in numbered:
-            raise InputError(f"{CORPUS.name}: docs-{number}.jsonl.gz of {language} not found. {CORPUS.hint}")
+            raise InputError(
+                f"{CORPUS.name}: docs-{number}.jsonl.gz of {language} not found. {CORPUS.hint}"
+            )
     return [numbered[number] for number in sorted(numbered)]
 
 
@@ -271,7 +343,9 @@ def _passages(files: list[Path]) -> Iterator[dict[str, str]]:
         }
 
     for file in files:
-        for _, found in json_records(file, "a passage (an object with docid, title and text)", passage):
+        for _, found in json_records(
+            file, "a passage (an object with docid, title and text)", passage
+        ):
             yield found
 
 
@@ -285,5 +359,7 @@ def _queries(files: list[Path]) -> Iterator[dict[str, Any]]:
         for location, line in numbered_lines(file):
             key, tab, text = line.partition("\t")
             if not (key and tab and text.strip()):
-                raise location.error(f"found {line[:40]!r}; expected a query id, a tab and the query")
+                raise location.error(
+                    f"found {line[:40]!r}; expected a query id, a tab and the query"
+                )
             yield {"_id": key, "text": text.strip()}

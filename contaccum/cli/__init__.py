@@ -24,15 +24,17 @@ DISK_ERRORS = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG,
     errno.ENOTDIR, errno.EISDIR,
 }  # fmt: skip
-"""Error numbers of a full, read-only or failing disk, or of an invalid path. Such an error is shown without traceback."""
+"""Error numbers of a full, read-only or failing disk, or of an invalid path. Such an error is shown
+without traceback."""
 BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    0: done. 1: failed check or unexpected error. 2: bad input or disk error. 130: Ctrl-C. 143: SIGTERM. 141: the program that
-    reads stdout closed the pipe. With `--debug`, an error also prints its traceback.
+    0: done. 1: failed check or unexpected error. 2: bad input or disk error. 130: Ctrl-C. 143:
+    SIGTERM. 141: the program that reads stdout closed the pipe. With `--debug`, an error also
+    prints its traceback.
     """
     _prepare_streams()
     before, warnings.showwarning = warnings.showwarning, _show_warning
@@ -65,13 +67,20 @@ def _run_and_report(arguments: list[str], debug: bool) -> int:
         if isinstance(error, Failed | InputError | Interrupted):
             return _say(str(error), error.exit_code)
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-            found = f"{error.filename or 'a file or standard output'}: cannot be read or written ({error.strerror})"
+            found = (
+                f"{error.filename or 'a file or standard output'}: cannot be read or written "
+                f"({error.strerror})"
+            )
             return _say(found, InputError.exit_code)
         if isinstance(error, KeyboardInterrupt):
             return _say("interrupted", Interrupted.KEYBOARD)
         found = " ".join(str(error).split())[:500] or "no message"
         _say(f"{_command_name(arguments)} failed: {type(error).__name__}: {found}")
-        hint = "Report the traceback above" if debug else "Run the command again with --debug and report its output"
+        hint = (
+            "Report the traceback above"
+            if debug
+            else "Run the command again with --debug and report its output"
+        )
         return _say(f"this error was not expected and may be a bug. {hint}", 1)
 
 
@@ -102,14 +111,19 @@ def _dispatch(arguments: list[str]) -> int:
     elif arguments[:1] == ["--print_completion"]:
         print(completion(COMMANDS, " ".join(arguments[1:])))
     elif name in ("", "data"):
-        raise InputError(f"no command was given; {f'contaccum {name}'.strip()} --help lists the commands")
+        raise InputError(
+            f"no command was given; {f'contaccum {name}'.strip()} --help lists the commands"
+        )
     else:
         raise InputError(f"contaccum {name}: no such command; {closest_command(COMMANDS, name)}")
     return 0
 
 
 def _start(name: str, parts: list[Any]) -> None:
-    """Run a command and print its result. With several processes, record which process failed first."""
+    """Run a command and print its result.
+
+    With several processes, record which process failed first.
+    """
 
     def run() -> None:
         result = COMMANDS[name].run(*parts)
@@ -147,10 +161,15 @@ def _say(sentence: str, exit_code: int = 0) -> int:
 
 
 def _prepare_streams() -> None:
-    """Replace closed streams by the null device. Print "?" for characters that the terminal cannot encode."""
+    """Replace closed streams by the null device.
+
+    Print "?" for characters that the terminal cannot encode.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
-        if stream is None:  # the parent process closed it; open() uses the same file descriptor again
+        if (
+            stream is None
+        ):  # the parent process closed it; open() uses the same file descriptor again
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open until the process ends
         elif mode == "w" and hasattr(stream, "reconfigure"):
             if stream.errors == "strict" or "utf" not in stream.encoding.lower():
@@ -173,7 +192,8 @@ def _reader_left() -> bool:
 def _flush_stdout() -> OSError | None:
     """Flush stdout and return the error, or None.
 
-    After an error, the unwritten text is discarded. Otherwise, Python would flush it at exit, and fail again.
+    After an error, the unwritten text is discarded. Otherwise, Python would flush it at exit, and
+    fail again.
     """
     try:
         sys.stdout.flush()

@@ -19,7 +19,13 @@ from contaccum.runtime.launch import is_main, process_place
 if TYPE_CHECKING:
     from contaccum.config import TrainConfig, experiments
     from contaccum.config import commands as options
-    from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, MineFilesConfig, SearchConfig
+    from contaccum.config.commands import (
+        DataPolicy,
+        EncoderConfig,
+        MineConfig,
+        MineFilesConfig,
+        SearchConfig,
+    )
 
 
 def _warn(sentences: Iterable[str]) -> None:
@@ -30,7 +36,9 @@ def _warn(sentences: Iterable[str]) -> None:
 def _train(config: TrainConfig) -> None:
     from contaccum.config import validate
 
-    validate(config, process_place()[1], warn=False)  # before torch is imported; train() prints the warnings
+    validate(
+        config, process_place()[1], warn=False
+    )  # before torch is imported; train() prints the warnings
     from contaccum.training.loop import train
     from contaccum.training.run_folder import next_steps
 
@@ -50,7 +58,9 @@ def _encode(job: options.EncodeConfig, encoder: EncoderConfig, policy: DataPolic
     print(encode(encoder, form.pop("input"), form.pop("output"), policy=policy, **form))
 
 
-def _search(task: options.QueryConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy) -> object:
+def _search(
+    task: options.QueryConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy
+) -> object:
     from contaccum.retrieval.retriever import look, search
     from contaccum.retrieval.runs import render_passages
     from contaccum.runtime.processes import joined
@@ -58,15 +68,26 @@ def _search(task: options.QueryConfig, encoder: EncoderConfig, settings: SearchC
     task.check()
     _warn(unused_with_bm25(encoder, settings))
     k = (100 if task.output else 10) if task.k is None else task.k
-    how: dict[str, Any] = {"data": task.data, "split": task.split, "k": k, "settings": settings, "policy": policy}
+    how: dict[str, Any] = {
+        "data": task.data,
+        "split": task.split,
+        "k": k,
+        "settings": settings,
+        "policy": policy,
+    }
     with joined(encoder.timeout_minutes) as group:
         if task.query is not None:
-            return render_passages(look(encoder, query=task.query, group=group, **how)) or "no passage was found"
+            return (
+                render_passages(look(encoder, query=task.query, group=group, **how))
+                or "no passage was found"
+            )
         search(encoder, output=task.output, group=group, **how)
     return task.output
 
 
-def _evaluate(task: options.EvaluateConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy) -> str:
+def _evaluate(
+    task: options.EvaluateConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy
+) -> str:
     from contaccum.evaluation.answers import evaluate_questions
     from contaccum.evaluation.benchmark import benchmark_sets, evaluate_benchmark
     from contaccum.evaluation.evaluate import evaluate, evaluate_run_file
@@ -80,12 +101,16 @@ def _evaluate(task: options.EvaluateConfig, encoder: EncoderConfig, settings: Se
         run, qrels = task.run, str(task.qrels)
         output = task.output if is_main() else None
         if task.against is None:
-            return render_metrics(evaluate_run_file(run, qrels, output, task.relevance_level, policy))
+            return render_metrics(
+                evaluate_run_file(run, qrels, output, task.relevance_level, policy)
+            )
         refuse_input_as_output(output, run, qrels, task.against)
         metrics = evaluate_run_file(run, qrels, None, task.relevance_level, policy)
         other = evaluate_run_file(task.against, qrels, None, task.relevance_level, policy)
         tested = compare({0: metrics["per_query"]}, {0: other["per_query"]}, task.metric)
-        save_metrics(metrics, output, {"run": run, "data": qrels})  # only after the second run was found to be valid
+        save_metrics(
+            metrics, output, {"run": run, "data": qrels}
+        )  # only after the second run was found to be valid
         return render_metrics(metrics) + "\n" + render_comparison(tested, task.metric, task.against)
 
     with joined(encoder.timeout_minutes) as group:
@@ -98,8 +123,14 @@ def _evaluate(task: options.EvaluateConfig, encoder: EncoderConfig, settings: Se
         }
         if task.questions is not None:
             passages = str(task.passages)
-            return render_metrics(evaluate_questions(encoder, task.questions, passages, match=task.match, **how))
-        how |= {"split": task.split, "relevance_level": task.relevance_level, "evaluator": task.evaluator}
+            return render_metrics(
+                evaluate_questions(encoder, task.questions, passages, match=task.match, **how)
+            )
+        how |= {
+            "split": task.split,
+            "relevance_level": task.relevance_level,
+            "evaluator": task.evaluator,
+        }
         sets = benchmark_sets(str(task.data), task.split)
         if len(sets) > 1:
             return render_benchmark(evaluate_benchmark(encoder, str(task.data), **how))
@@ -108,14 +139,20 @@ def _evaluate(task: options.EvaluateConfig, encoder: EncoderConfig, settings: Se
 
 
 def _mine(
-    job: MineFilesConfig, mining: MineConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy
+    job: MineFilesConfig,
+    mining: MineConfig,
+    encoder: EncoderConfig,
+    settings: SearchConfig,
+    policy: DataPolicy,
 ) -> str | None:
     from contaccum.retrieval.mine import mine, render_mined
     from contaccum.runtime.processes import joined
 
     _warn(unused_in_mine(mining, encoder, settings))
     with joined(encoder.timeout_minutes) as group:
-        report = mine(encoder, **asdict(job), mining=mining, settings=settings, policy=policy, group=group)
+        report = mine(
+            encoder, **asdict(job), mining=mining, settings=settings, policy=policy, group=group
+        )
     return render_mined(report, job.output) if is_main() else None
 
 
@@ -140,7 +177,9 @@ def _plan(options: experiments.PlanConfig, config: TrainConfig) -> object:
 def _report(options: experiments.ReportConfig) -> object:
     from contaccum.experiments.report import console_report
 
-    return console_report(list(options.runs), options.metric, options.against, options.html, options.wide)
+    return console_report(
+        list(options.runs), options.metric, options.against, options.html, options.wide
+    )
 
 
 def _merge(model: options.MergeConfig) -> object:
@@ -179,7 +218,9 @@ def _fetch(data: options.FetchConfig) -> object:
 
     path = fetch(data.name, data.split)
     if not path.exists():
-        raise InputError(f"{path}: no such folder or file; expected a path or the name of a published data set")
+        raise InputError(
+            f"{path}: no such folder or file; expected a path or the name of a published data set"
+        )
     return path
 
 
@@ -194,14 +235,17 @@ COMMANDS = {
     "train": Command(
         _train,
         "train a retriever with one of six training methods",
-        "Train two encoder towers. Settings come from the config file; command-line options override it.",
-        "%(prog)s --config FILE [--method NAME] [--output_dir DIR] [--resume [--allow_changes true]] [--GROUP.FIELD VALUE ...]",
+        "Train two encoder towers. Settings come from the config file; command-line options "
+        "override it.",
+        "%(prog)s --config FILE [--method NAME] [--output_dir DIR] [--resume [--allow_changes "
+        "true]] [--GROUP.FIELD VALUE ...]",
         "TrainConfig",
     ),
     "encode": Command(
         _encode,
         "encode a corpus or queries into shards of vectors",
-        "Encode a corpus or queries into shards (.npy or Parquet) with a manifest. A restart encodes only the missing shards. "
+        "Encode a corpus or queries into shards (.npy or Parquet) with a manifest. A restart "
+        "encodes only the missing shards. "
         "Several processes (torchrun) share the work.",
         "%(prog)s --model DIR --input FILE_OR_BEIR_DIR --output DIR [options]",
         "EncodeConfig EncoderConfig DataPolicy",
@@ -211,54 +255,73 @@ COMMANDS = {
         _search,
         "find passages for the queries of a split, or for one query",
         "Search a corpus for all queries of a split (writes a TREC run file), or for one query.",
-        '%(prog)s --model DIR --data BEIR_DIR (--split test --output FILE | --query "TEXT") [options]',
+        '%(prog)s --model DIR --data BEIR_DIR (--split test --output FILE | --query "TEXT") '
+        "[options]",
         "QueryConfig EncoderConfig SearchConfig DataPolicy",
         skip=("strict",),
     ),
     "evaluate": Command(
         _evaluate,
         "evaluate a retriever, or a run file",
-        "Evaluate a retriever on a data set (ndcg, map, recall, precision, mrr) or on a DPR question file (top-k answer "
-        "accuracy), or evaluate a run file. For several data sets (beir, nanobeir, or A,B), print a table with their mean.",
-        "%(prog)s (--model DIR (--data DIR_OR_NAME | --questions FILE --passages FILE) | --run FILE --qrels FILE) [options]",
+        "Evaluate a retriever on a data set (ndcg, map, recall, precision, mrr) or on a DPR "
+        "question file (top-k answer "
+        "accuracy), or evaluate a run file. For several data sets (beir, nanobeir, or A,B), print "
+        "a table with their mean.",
+        "%(prog)s (--model DIR (--data DIR_OR_NAME | --questions FILE --passages FILE) | --run "
+        "FILE --qrels FILE) [options]",
         "EvaluateConfig EncoderConfig SearchConfig DataPolicy",
     ),
     "mine": Command(
         _mine,
         "write training data with mined hard negatives",
-        "Search passages for every training query, with BM25 or an encoder. Write the training data with the hard negatives and "
-        "their scores. Positives of a query, and passages with the same text, never become negatives of this query.",
-        "%(prog)s --model DIR|bm25 --data DATA --output FILE [--range_min N] [--relative_margin X] [options]",
+        "Search passages for every training query, with BM25 or an encoder. Write the training "
+        "data with the hard negatives and "
+        "their scores. Positives of a query, and passages with the same text, never become "
+        "negatives of this query.",
+        "%(prog)s --model DIR|bm25 --data DATA --output FILE [--range_min N] [--relative_margin X] "
+        "[options]",
         "MineFilesConfig MineConfig EncoderConfig SearchConfig DataPolicy",
     ),
     "compare": Command(
         _compare,
         "train with several methods, settings and seeds, and compare the results",
-        "Train every combination of methods, varied settings and seeds, each in its own process and its own folder in "
+        "Train every combination of methods, varied settings and seeds, each in its own process "
+        "and its own folder in "
         "output_dir/runs. "
-        "Evaluate all runs on the same test data, and write report.html, report.md, compare.json, runs.csv, tests.csv and "
-        "plots/ to output_dir. With --budget, every run gets as many steps as the budget allows. With --tune, each method uses "
-        "the values that are best on dev. A second call runs only what is missing. Accepts every setting of `contaccum train`.",
-        "%(prog)s --config FILE --methods a,b,c [--budget 200000f] [--tune GROUP.FIELD=v1,v2 ...] --output_dir DIR [options]",
+        "Evaluate all runs on the same test data, and write report.html, report.md, compare.json, "
+        "runs.csv, tests.csv and "
+        "plots/ to output_dir. With --budget, every run gets as many steps as the budget allows. "
+        "With --tune, each method uses "
+        "the values that are best on dev. A second call runs only what is missing. Accepts every "
+        "setting of `contaccum train`.",
+        "%(prog)s --config FILE --methods a,b,c [--budget 200000f] [--tune GROUP.FIELD=v1,v2 ...] "
+        "--output_dir DIR [options]",
         "CompareConfig TrainConfig",
         hidden=("resume",),
     ),
     "auto": Command(
         _auto,
         "tune, train and evaluate within a time limit",
-        "Check the data, and hold out dev queries if there is no dev split. Find the largest micro-batch size that fits into "
-        "--memory. Use at most a fifth of --time to tune method, batch size, bank size and learning rate on dev. Train in the "
-        "remaining time, evaluate on the test data, and say whether the trained model is better than the untrained one. A second "
-        "call continues with the first unfinished stage. Accepts every setting of `contaccum train`.",
-        "%(prog)s --data.train DATA --model.name MODEL --memory 8GB --time 30m --output_dir DIR [--dry_run] [options]",
+        "Check the data, and hold out dev queries if there is no dev split. Find the largest "
+        "micro-batch size that fits into "
+        "--memory. Use at most a fifth of --time to tune method, batch size, bank size and "
+        "learning rate on dev. Train in the "
+        "remaining time, evaluate on the test data, and say whether the trained model is better "
+        "than the untrained one. A second "
+        "call continues with the first unfinished stage. Accepts every setting of `contaccum "
+        "train`.",
+        "%(prog)s --data.train DATA --model.name MODEL --memory 8GB --time 30m --output_dir DIR "
+        "[--dry_run] [options]",
         "AutoConfig TrainConfig",
         hidden=("resume", "allow_changes"),
     ),
     "plan": Command(
         _plan,
         "predict memory and step times",
-        "Run a few training steps with each method. Predict the largest micro-batch and the largest bank that fit into --memory. "
-        "Also predict the peak memory and the time of a step. Accepts every setting of `contaccum train`.",
+        "Run a few training steps with each method. Predict the largest micro-batch and the "
+        "largest bank that fit into --memory. "
+        "Also predict the peak memory and the time of a step. Accepts every setting of `contaccum "
+        "train`.",
         "%(prog)s --config FILE --memory 11GB [--methods NAME,...] [--GROUP.FIELD VALUE ...]",
         "PlanConfig TrainConfig",
         hidden=("resume",),
@@ -266,32 +329,40 @@ COMMANDS = {
     "report": Command(
         _report,
         "compare training runs: table, significance tests, HTML report",
-        "Print a table with one row per run, the best run first. The columns are method, metric, step time, peak memory, "
-        "gradient-norm ratio and number of negatives. --wide adds more columns, and --against adds significance tests.",
+        "Print a table with one row per run, the best run first. The columns are method, metric, "
+        "step time, peak memory, "
+        "gradient-norm ratio and number of negatives. --wide adds more columns, and --against adds "
+        "significance tests.",
         "%(prog)s RUN [RUN ...] [--metric NAME] [--against RUN] [--html FILE] [--wide]",
         "ReportConfig",
     ),
     "merge": Command(
         _merge,
         "merge the adapters of a LoRA model into its weights",
-        "Merge the LoRA adapters of MODEL into its weights, and write the result as a model without adapters. The result "
-        "computes the same vectors, up to rounding. The weights of a 4- or 8-bit encoder become float32.",
+        "Merge the LoRA adapters of MODEL into its weights, and write the result as a model "
+        "without adapters. The result "
+        "computes the same vectors, up to rounding. The weights of a 4- or 8-bit encoder become "
+        "float32.",
         "%(prog)s MODEL OUTPUT",
         "MergeConfig",
     ),
     "push": Command(
         _push,
         "write a model card and upload the model to the Hugging Face Hub",
-        "Write a trained model's card (README.md in its folder) and upload the folder to the Hugging Face Hub. An existing card "
-        "is kept, so you can edit the card after a dry run. Set the token in HF_TOKEN, or run `hf auth login`.",
+        "Write a trained model's card (README.md in its folder) and upload the folder to the "
+        "Hugging Face Hub. An existing card "
+        "is kept, so you can edit the card after a dry run. Set the token in HF_TOKEN, or run `hf "
+        "auth login`.",
         "%(prog)s MODEL_OR_RUN OWNER/NAME [--private] [--licence NAME] [--dry_run]",
         "PushConfig",
     ),
     "doctor": Command(
         _doctor,
         "diagnose the installation and suggest fixes",
-        "Print the version of contaccum and a verdict, then the result of each check: versions, devices, flash-attention, "
-        "faiss on CPU and GPU, memory, disks, network. Exit code 1 if a required part does not work.",
+        "Print the version of contaccum and a verdict, then the result of each check: versions, "
+        "devices, flash-attention, "
+        "faiss on CPU and GPU, memory, disks, network. Exit code 1 if a required part does not "
+        "work.",
         "%(prog)s [--help]",
     ),
     "data check": Command(
@@ -311,7 +382,8 @@ COMMANDS = {
     "data fetch": Command(
         _fetch,
         "download a data set by its name",
-        "Download a data set, unless the cache has it, and print the path. Other commands accept the name of a data set too.",
+        "Download a data set, unless the cache has it, and print the path. Other commands accept "
+        "the name of a data set too.",
         "%(prog)s NAME [--split NAME]",
         "FetchConfig",
     ),

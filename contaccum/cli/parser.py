@@ -57,7 +57,10 @@ class Command:
         """Import the dataclasses named in ``options``."""
         modules = ("contaccum.config", "contaccum.config.commands", "contaccum.config.experiments")
         homes = [import_module(name) for name in modules] if self.options else []
-        return [next(vars(home)[name] for home in homes if hasattr(home, name)) for name in self.options.split()]
+        return [
+            next(vars(home)[name] for home in homes if hasattr(home, name))
+            for name in self.options.split()
+        ]
 
     def settings(self) -> dict[str, Field]:
         """Return the options of the command: name, such as ``k`` or ``bank.size`` -> dataclass field."""
@@ -87,7 +90,8 @@ class Parser(argparse.ArgumentParser):
 def command_parser(name: str, command: Command, everything: bool = True) -> Parser:
     """Return the parser of a command. It keeps the texts of the options that were given.
 
-    everything: False leaves the settings of training that are not among the main ones out of the help.
+    everything: False leaves the settings of training that are not among the main ones out of the
+    help.
     """
     parser = Parser(
         prog=f"contaccum {name}",
@@ -107,7 +111,11 @@ def command_parser(name: str, command: Command, everything: bool = True) -> Pars
             if option not in added:
                 added.add(option)
                 declared = settings[option]
-                text = _help(texts[option], declared) if shown and option not in command.hidden else argparse.SUPPRESS
+                text = (
+                    _help(texts[option], declared)
+                    if shown and option not in command.hidden
+                    else argparse.SUPPRESS
+                )
                 flag = option if declared.metadata.get("positional") else f"--{option}"
                 group.add_argument(flag, help=text, **_keywords(option, declared))
 
@@ -115,20 +123,28 @@ def command_parser(name: str, command: Command, everything: bool = True) -> Pars
     for kind in kinds:
         if kind.__name__ != "TrainConfig":
             # the option that must be given first, and those of a base class last
-            ordered = sorted(fields(kind), key=lambda each: (not each.metadata.get("required"), each.kw_only))
+            ordered = sorted(
+                fields(kind), key=lambda each: (not each.metadata.get("required"), each.kw_only)
+            )
             add(parser.add_argument_group(_title(kind)), [each.name for each in ordered], True)
     if command.trains:
         main = parser.add_argument_group("main settings of training")
         main.add_argument("--config", action="append", metavar="FILE", help=CONFIG_HELP)
         add(main, MAIN_SETTINGS, True)
         add(main, [option for option in settings if "." not in option], True)
-        main.add_argument("--print_config", action="store_true", help="Print the complete config and stop.")
+        main.add_argument(
+            "--print_config", action="store_true", help="Print the complete config and stop."
+        )
         for declared in fields(next(kind for kind in kinds if kind.__name__ == "TrainConfig")):
             if is_dataclass(declared.type):
                 group = parser.add_argument_group(f"{declared.name}: {_title(declared.type)}")
                 prefix = f"{declared.name}."
                 add(group, [option for option in settings if option.startswith(prefix)], everything)
-        parser.epilog = f"`{parser.prog} --help all` shows all {len(settings)} settings." if not everything else None
+        parser.epilog = (
+            f"`{parser.prog} --help all` shows all {len(settings)} settings."
+            if not everything
+            else None
+        )
     return parser
 
 
@@ -173,7 +189,9 @@ def _help(text: str, declared: Field) -> str:
     if isinstance(default, bool) and not declared.metadata.get("flag"):
         notes.append(f"default: {str(default).lower()}")
     elif isinstance(default, str | int | float) and default != "" and not isinstance(default, bool):
-        notes.append(f"default: {default:g}" if isinstance(default, float) else f"default: {default}")
+        notes.append(
+            f"default: {default:g}" if isinstance(default, float) else f"default: {default}"
+        )
     return f"{text} ({'; '.join(notes)})".replace("%", "%%") if notes else text.replace("%", "%%")
 
 
@@ -197,7 +215,8 @@ def help_texts(kind: Any) -> dict[str, str]:
 def parse(name: str, command: Command, words: Sequence[str]) -> tuple[list[Any], bool]:
     """Return an instance of each option dataclass of a command, and whether only to print the config.
 
-    words: the command line after the command. Raises InputError for a word that the command does not accept.
+    words: the command line after the command. Raises InputError for a word that the command does
+    not accept.
     """
     parser, settings = command_parser(name, command), command.settings()
     known = [*settings, *(("config", "print_config") if command.trains else ())]
@@ -206,8 +225,12 @@ def parse(name: str, command: Command, words: Sequence[str]) -> tuple[list[Any],
         if word.startswith("--") and word != "--" and option not in known:
             inner = [each for each in known if each.startswith(f"{option}.")]
             if inner:
-                raise InputError(f"--{option} is a group of settings, expected one of them, such as --{inner[0]}")
-            raise InputError(f"--{option}: contaccum {name} has no such option{hint(option, known, '--')}")
+                raise InputError(
+                    f"--{option} is a group of settings, expected one of them, such as --{inner[0]}"
+                )
+            raise InputError(
+                f"--{option}: contaccum {name} has no such option{hint(option, known, '--')}"
+            )
     options, others = parser.parse_known_args(list(words))
     if others:
         before = words[words.index(others[0]) - 1] if words.index(others[0]) else ""
@@ -232,14 +255,26 @@ def overview(commands: Mapping[str, Command], group: str = "") -> str:
     if group:
         lines += ["Check, convert and download data sets.", ""]
     else:
-        lines += ["Train dense retrievers under a fixed memory budget, and search and evaluate with them.", ""]
+        lines += [
+            "Train dense retrievers under a fixed memory budget, and search and evaluate with "
+            "them.",
+            "",
+        ]
     lines.append("commands:")
-    shown = {name: command for name, command in commands.items() if name.startswith(f"{group} " if group else "")}
-    lines += [f"  {name.removeprefix(f'{group} '):<14}{command.summary}" for name, command in shown.items()]
+    shown = {
+        name: command
+        for name, command in commands.items()
+        if name.startswith(f"{group} " if group else "")
+    }
+    lines += [
+        f"  {name.removeprefix(f'{group} '):<14}{command.summary}"
+        for name, command in shown.items()
+    ]
     lines += ["", f"`{prog} COMMAND --help` shows the options of a command."]
     if not group:
         lines += [
-            "`contaccum --version` shows the version, `contaccum --print_completion bash` (or zsh, tcsh) a script for",
+            "`contaccum --version` shows the version, `contaccum --print_completion bash` (or zsh, "
+            "tcsh) a script for",
             "the completion of commands and options in a shell; it needs the extra `completion`.",
         ]
     return "\n".join(lines)
@@ -250,16 +285,22 @@ def completion(commands: Mapping[str, Command], shell: str) -> str:
     try:
         import shtab
     except ImportError:
-        raise InputError("--print_completion needs the package shtab; pip install 'contaccum[completion]'") from None
+        raise InputError(
+            "--print_completion needs the package shtab; pip install 'contaccum[completion]'"
+        ) from None
     if shell not in shtab.SUPPORTED_SHELLS:
-        raise InputError(f"--print_completion is {shell!r}, expected one of {', '.join(shtab.SUPPORTED_SHELLS)}")
+        raise InputError(
+            f"--print_completion is {shell!r}, expected one of {', '.join(shtab.SUPPORTED_SHELLS)}"
+        )
     parser = Parser(prog="contaccum")
     groups = {"": parser.add_subparsers()}
     for name, command in commands.items():
         group, _, last = name.rpartition(" ")
         if group not in groups:
             groups[group] = groups[""].add_parser(group, help="data sets").add_subparsers()
-        groups[group].add_parser(last, help=command.summary, parents=[command_parser(name, command)], add_help=False)
+        groups[group].add_parser(
+            last, help=command.summary, parents=[command_parser(name, command)], add_help=False
+        )
     return shtab.complete(parser, shell)
 
 

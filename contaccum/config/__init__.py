@@ -1,4 +1,6 @@
-"""Settings of all commands. A setting is declared once: field, type with its range, default, and help text below.
+"""Settings of all commands.
+
+A setting is declared once: field, type with its range, default, and help text below.
 
 This module declares the config of a training run, checks it, and writes it as YAML. No module of
 this package imports torch.
@@ -79,11 +81,18 @@ class TrainConfig:
 
     def micro_batch_size(self, world: int) -> int:
         """Return the number of pairs that each of ``world`` processes encodes in one forward pass."""
-        return self.batch.global_batch_size // world if self.spec.whole else self.batch.micro_batch_size
+        return (
+            self.batch.global_batch_size // world
+            if self.spec.whole
+            else self.batch.micro_batch_size
+        )
 
     @property
     def micro_batch_tokens(self) -> int | None:
-        """Maximum number of tokens in one forward pass. None: micro-batches are measured in pairs."""
+        """Maximum number of tokens in one forward pass.
+
+        None: micro-batches are measured in pairs.
+        """
         return None if self.spec.whole else self.batch.micro_batch_tokens
 
     @property
@@ -123,20 +132,42 @@ class TrainConfig:
     def learning_rate(self) -> float:
         """Return the peak learning rate, after scaling it to the global batch size."""
         ratio = self.batch.global_batch_size / self.optim.reference_batch_size
-        return self.optim.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.optim.lr_scaling]
+        return (
+            self.optim.learning_rate
+            * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.optim.lr_scaling]
+        )
 
     def conflicts(self, world: int) -> Iterator[str]:
         """Yield a sentence for each combination of settings that cannot work with ``world`` processes."""
         if not self.output_dir:
             yield "output_dir is not set, expected a path"
-        for group in (self.model, self.lora, self.data, self.batch, self.bank, self.loss, self.optim, self.run):
+        for group in (
+            self.model,
+            self.lora,
+            self.data,
+            self.batch,
+            self.bank,
+            self.loss,
+            self.optim,
+            self.run,
+        ):
             yield from group.conflicts(self, world)
 
     def unused(self) -> Iterator[str]:
         """Yield a sentence for each setting that was changed but has no effect."""
         if self.allow_changes and not self.resume:
             yield "allow_changes has no effect without resume"
-        groups = self.model, self.lora, self.data, self.batch, self.bank, self.replay, self.loss, self.optim, self.run
+        groups = (
+            self.model,
+            self.lora,
+            self.data,
+            self.batch,
+            self.bank,
+            self.replay,
+            self.loss,
+            self.optim,
+            self.run,
+        )
         for group in groups:
             yield from group.unused(self)
 
@@ -150,15 +181,18 @@ def train_settings() -> dict[str, Field]:
 def settings_with(resume: ResumeRule) -> tuple[str, ...]:
     """Return the names of the settings with a rule for resumed runs (see ``declare.setting``)."""
     return tuple(
-        name for name, declared in train_settings().items() if declared.metadata.get("resume", "ask") == resume
+        name
+        for name, declared in train_settings().items()
+        if declared.metadata.get("resume", "ask") == resume
     )
 
 
 def affects(name: str, method: str | None) -> bool:
     """Return whether the setting ``name`` can change the model that the training method ``method`` trains.
 
-    If ``method`` is None, return whether the setting can change the encoder before training. For the
-    settings `seed` and `method`, always return False, because the callers handle these separately.
+    If ``method`` is None, return whether the setting can change the encoder before training. For
+    the settings `seed` and `method`, always return False, because the callers handle these
+    separately.
     """
     if name in ("seed", "method") or name in settings_with("free"):
         return False
@@ -191,13 +225,17 @@ def check_total(config: TrainConfig, total: int) -> None:
     """Warn if a run of ``total`` steps ends before the bank is used."""
     if config.bank_size() and config.bank.warmup_steps >= total:
         warnings.warn(
-            f"bank.warmup_steps is {config.bank.warmup_steps} in a run of {total} steps: the bank is never used",
+            f"bank.warmup_steps is {config.bank.warmup_steps} in a run of {total} steps: the bank "
+            "is never used",
             stacklevel=2,
         )
 
 
 def from_mapping(values: dict[str, Any]) -> TrainConfig:
-    """Build a config from nested mappings, the inverse of ``asdict``. Raises InputError for unknown settings."""
+    """Build a config from nested mappings, the inverse of ``asdict``.
+
+    Raises InputError for unknown settings.
+    """
     return _from_mapping(TrainConfig, values)
 
 

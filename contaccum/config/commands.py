@@ -141,11 +141,15 @@ class EvaluateConfig:
             raise InputError("evaluate got no --model; give --model, or --run and --qrels")
         if self.against is not None and "run" not in given:
             raise InputError(
-                f"--against {self.against} was given without --run; give two run files, --run and --against"
+                f"--against {self.against} was given without --run; give two run files, --run and "
+                "--against"
             )
         if given not in (["data"], ["questions", "passages"], ["run", "qrels"]):
             found = ", ".join(f"--{name}" for name in given) or "neither data nor a run file"
-            raise InputError(f"evaluate got {found}; give --data, or --questions and --passages, or --run and --qrels")
+            raise InputError(
+                f"evaluate got {found}; give --data, or --questions and --passages, or --run and "
+                "--qrels"
+            )
 
 
 @dataclass(eq=False, repr=False)
@@ -170,9 +174,10 @@ class MineFilesConfig:
 class MineConfig:
     """How to choose hard negatives from the passages found for a query.
 
-    Known positives, and passages with the same text as a positive or the query, are left out. The candidates are the best
-    `range_max` of the other passages. Filters remove duplicates and candidates with scores outside the limits. Then the best
-    `range_min` candidates are skipped. The options have the same names as in mine_hard_negatives of sentence-transformers.
+    Known positives, and passages with the same text as a positive or the query, are left out. The
+    candidates are the best `range_max` of the other passages. Filters remove duplicates and
+    candidates with scores outside the limits. Then the best `range_min` candidates are skipped. The
+    options have the same names as in mine_hard_negatives of sentence-transformers.
     """
 
     num_negatives: PositiveInt = 5
@@ -211,10 +216,15 @@ class MineConfig:
         check_values(self)
         least = self.range_min + self.num_negatives
         if self.range_max < least:
-            raise InputError(f"range_max is {self.range_max}, expected at least range_min + num_negatives = {least}")
+            raise InputError(
+                f"range_max is {self.range_max}, expected at least range_min + num_negatives = "
+                f"{least}"
+            )
         low, high = self.min_score, self.max_score
         if low is not None and high is not None and low > high:
-            raise InputError(f"min_score is {low}, but max_score is {high}; min_score must not be larger")
+            raise InputError(
+                f"min_score is {low}, but max_score is {high}; min_score must not be larger"
+            )
 
 
 @dataclass(eq=False, repr=False)
@@ -331,7 +341,9 @@ def unused_in_evaluate(
         yield "--metric has no effect without --against"
 
 
-def unused_in_mine(mining: MineConfig, encoder: EncoderConfig, settings: SearchConfig) -> Iterator[str]:
+def unused_in_mine(
+    mining: MineConfig, encoder: EncoderConfig, settings: SearchConfig
+) -> Iterator[str]:
     """Yield a sentence for each option that has no effect on this call of ``mine``."""
     used_anyway = ["--seed"]  # it also seeds the random sample of negatives
     if mining.cross_encoder is not None:
@@ -339,5 +351,8 @@ def unused_in_mine(mining: MineConfig, encoder: EncoderConfig, settings: SearchC
     for sentence in unused_with_bm25(encoder, settings):
         if sentence.split()[0] not in used_anyway:
             yield sentence
-    if mining.cross_encoder is None and mining.cross_encoder_batch_size != MineConfig.cross_encoder_batch_size:
+    if (
+        mining.cross_encoder is None
+        and mining.cross_encoder_batch_size != MineConfig.cross_encoder_batch_size
+    ):
         yield "--cross_encoder_batch_size has no effect without --cross_encoder"

@@ -9,7 +9,9 @@ from msgspec import Meta
 
 from contaccum.errors import InputError
 
-MethodName = Literal["in_batch", "grad_accum", "grad_cache", "passage_bank", "cont_accum", "cont_cache"]
+MethodName = Literal[
+    "in_batch", "grad_accum", "grad_cache", "passage_bank", "cont_accum", "cont_cache"
+]
 
 
 class MethodSpec(NamedTuple):
@@ -18,7 +20,8 @@ class MethodSpec(NamedTuple):
     bank: Literal["none", "passages", "pairs"]
     """Content of the method's bank."""
     two_pass: bool = False
-    """Whether the method encodes each text twice: for the loss of the full step, then for the gradients."""
+    """Whether the method encodes each text twice: for the loss of the full step, then for the
+    gradients."""
     whole: bool = False
     """Whether a step is always a single micro-batch."""
 

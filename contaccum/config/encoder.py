@@ -45,8 +45,11 @@ class EncodingConfig:
     """Run model code that comes with the checkpoint. Use this only for sources that you trust."""
 
 
-ENCODER_SETTINGS = tuple(each.name for each in fields(EncodingConfig) if each.name != "trust_remote_code")
-"""Names of the settings that the folder of an encoder stores. Values that the user gives override the stored values."""
+ENCODER_SETTINGS = tuple(
+    each.name for each in fields(EncodingConfig) if each.name != "trust_remote_code"
+)
+"""Names of the settings that the folder of an encoder stores. Values that the user gives override
+the stored values."""
 
 
 @dataclass(kw_only=True, init=False, eq=False, repr=False)
@@ -126,11 +129,15 @@ class ModelConfig(EncodingConfig):
     def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
         if self.tie_towers and self.passage_name:
             yield (
-                f"model.passage_name is {self.passage_name!r}, but model.tie_towers is true; leave out "
+                f"model.passage_name is {self.passage_name!r}, but model.tie_towers is true; leave "
+                "out "
                 "one of the two settings"
             )
         if self.attention == "flash_attention_2" and config.run.precision == "fp32":
-            yield ("model.attention is flash_attention_2, but run.precision is fp32; set run.precision to bf16 or fp16")
+            yield (
+                "model.attention is flash_attention_2, but run.precision is fp32; set "
+                "run.precision to bf16 or fp16"
+            )
         if self.unpad and config.run.compile != "off":
             yield (
                 f"run.compile is {config.run.compile}, but model.unpad is true, so batches vary in "
@@ -144,7 +151,8 @@ class ModelConfig(EncodingConfig):
             )
         if self.quantize != "none" and not config.lora.rank:
             yield (
-                f"model.quantize is {self.quantize}, but lora.rank is 0; set lora.rank, because only "
+                f"model.quantize is {self.quantize}, but lora.rank is 0; set lora.rank, because "
+                "only "
                 "adapters can be trained"
             )
 
@@ -161,10 +169,12 @@ class ModelConfig(EncodingConfig):
 
 @dataclass
 class AdapterConfig:
-    """Low-rank adapters (LoRA). Only small matrices next to the linear layers are trained; the encoders stay frozen.
+    """Low-rank adapters (LoRA).
 
-    Tied towers have one adapter. Two towers from the same encoder share the frozen weights, but each tower has its own adapter.
-    Adapters need the extra `lora`.
+    Only small matrices next to the linear layers are trained; the encoders stay frozen.
+
+    Tied towers have one adapter. Two towers from the same encoder share the frozen weights, but
+    each tower has its own adapter. Adapters need the extra `lora`.
     """
 
     rank: NonNegativeInt = setting(0, resume="never")
@@ -187,7 +197,8 @@ class AdapterConfig:
     def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
         if self.rank and config.model.name == "tiny":
             yield (
-                "lora.rank is above 0, but model.name is 'tiny'. Choose the folder or the Hub name of "
+                "lora.rank is above 0, but model.name is 'tiny'. Choose the folder or the Hub name "
+                "of "
                 "an encoder. An adapter is saved without its encoder, so the random weights of the "
                 "encoder 'tiny' would be lost."
             )

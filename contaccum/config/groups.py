@@ -1,4 +1,7 @@
-"""Option groups of a training run, except `model`, `lora` and `run`. Each group checks its own rules."""
+"""Option groups of a training run, except `model`, `lora` and `run`.
+
+Each group checks its own rules.
+"""
 
 import math
 from collections.abc import Iterator
@@ -100,24 +103,35 @@ class DataConfig(DataPolicy):
             yield "data.train is not set; give a path or the name of a data set"
         for number, each in enumerate(self.mixture):
             if not each.train:
-                yield f"data.mixture[{number}].train is not set; give a path or the name of a data set"
+                yield (
+                    f"data.mixture[{number}].train is not set; give a path or the name of a "
+                    "data set"
+                )
         if len({each.weight is None for each in self.mixture}) > 1:
-            yield ("data.mixture: some sets have a weight and some do not; give a weight to all sets or to none")
-        separate = [number for number, each in enumerate(self.mixture) if not each.in_batch_negatives]
+            yield (
+                "data.mixture: some sets have a weight and some do not; give a weight to all sets "
+                "or to none"
+            )
+        separate = [
+            number for number, each in enumerate(self.mixture) if not each.in_batch_negatives
+        ]
         if separate and not self.hard_negatives:
             yield (
-                f"data.mixture[{separate[0]}].in_batch_negatives is false, but data.hard_negatives is "
+                f"data.mixture[{separate[0]}].in_batch_negatives is false, but data.hard_negatives "
+                "is "
                 "0, so this data set has no negatives; set data.hard_negatives to at least 1"
             )
         if separate and self.fill_negatives == "random":
             yield (
-                f"data.mixture[{separate[0]}].in_batch_negatives is false, but data.fill_negatives is "
+                f"data.mixture[{separate[0]}].in_batch_negatives is false, but data.fill_negatives "
+                "is "
                 "random, which adds passages of other examples; set data.fill_negatives to none"
             )
         if separate and len(separate) == len(self.mixture) and config.bank_size():
             yield (
                 "data.mixture: in_batch_negatives is false for all sets, so the bank of "
-                f"{config.method} would have no effect; use a method without a bank, or set bank.size "
+                f"{config.method} would have no effect; use a method without a bank, or set "
+                "bank.size "
                 "to 0"
             )
 
@@ -199,7 +213,8 @@ class BankConfig:
         size, push = config.bank_size(), config.bank_push(world)
         if 0 < size < push:
             yield (
-                f"bank.size is {size}, but {config.method} can push {push} entries at once; use 0 or at least {push}"
+                f"bank.size is {size}, but {config.method} can push {push} entries at once; use 0 "
+                f"or at least {push}"
             )
 
     def unused(self, config: "TrainConfig") -> Iterator[str]:
@@ -210,7 +225,10 @@ class BankConfig:
         if not self.keep and self.age_decay:
             yield "bank.age_decay has no effect with bank.keep false"
         if not self.keep and config.spec.pushes_whole_step:
-            yield ("With bank.keep=false, the bank is emptied before its rows are used, so the bank has no effect.")
+            yield (
+                "With bank.keep=false, the bank is emptied before its rows are used, so the bank "
+                "has no effect."
+            )
 
 
 @dataclass
@@ -228,9 +246,11 @@ class ReplayConfig:
             yield f"replay.share has no effect with method {config.method}"
         of_cont_cache = replace(config.bank, size=None) != BankConfig()
         if config.method == "grad_cache" and self.share < 1 and of_cont_cache:
-            # a ready-made config of cont_cache with another method: --config demo --method grad_cache
+            # a ready-made config of cont_cache with another method: --config demo --method
+            # grad_cache
             yield (
-                f"replay.share is {self.share}, so the second pass of grad_cache encodes only a sample "
+                f"replay.share is {self.share}, so the second pass of grad_cache encodes only a "
+                "sample "
                 "of the texts. For GradCache without sampling, set replay.share to 1."
             )
 
@@ -282,10 +302,13 @@ class LossConfig:
     def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
         widths, weights = self.matryoshka_dims, self.matryoshka_weights
         if any(width < 1 for width in widths) or len(set(widths)) < len(widths):
-            yield f"loss.matryoshka_dims is {widths}, expected integers of at least 1, each only once"
+            yield (
+                f"loss.matryoshka_dims is {widths}, expected integers of at least 1, each only once"
+            )
         if weights and len(weights) != len(widths):
             yield (
-                f"loss.matryoshka_weights has {len(weights)} numbers, expected {len(widths)}: one per "
+                f"loss.matryoshka_weights has {len(weights)} numbers, expected {len(widths)}: one "
+                "per "
                 "width in matryoshka_dims"
             )
         if not all(0 < weight < math.inf for weight in weights):
@@ -307,11 +330,13 @@ class LossConfig:
         if self.margin_strategy == "relative" and not 0 <= (self.margin or 0.0) <= 1:
             name = "guide_margin" if self.guide is not None else "false_negative_margin"
             yield (
-                f"loss.{name} is {self.margin}, expected a number from 0 to 1, because loss.margin_strategy is relative"
+                f"loss.{name} is {self.margin}, expected a number from 0 to 1, because "
+                "loss.margin_strategy is relative"
             )
         if self.distillation != "none" and not config.data.hard_negatives:
             yield (
-                f"loss.distillation is {self.distillation}, but data.hard_negatives is 0; set it to at "
+                f"loss.distillation is {self.distillation}, but data.hard_negatives is 0; set it "
+                "to at "
                 "least 1, because the teacher's scores compare a positive with hard negatives"
             )
 
@@ -371,7 +396,10 @@ class OptimConfig:
             yield "optim.warmup_steps and optim.warmup_ratio are both given; use only one of them"
 
     def unused(self, config: "TrainConfig") -> Iterator[str]:
-        if self.lr_scaling == "none" and self.reference_batch_size != OptimConfig.reference_batch_size:
+        if (
+            self.lr_scaling == "none"
+            and self.reference_batch_size != OptimConfig.reference_batch_size
+        ):
             yield "optim.reference_batch_size has no effect with optim.lr_scaling none"
         if self.max_steps is not None and self.epochs != OptimConfig.epochs:
             yield "optim.epochs has no effect with optim.max_steps"

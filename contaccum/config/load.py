@@ -33,11 +33,14 @@ class Given(NamedTuple):
 
     value: Any
     where: str
-    """Name of the setting, after the place where its value was read: ``c.yaml:3: seed``, ``--seed``."""
+    """Name of the setting, after the place where its value was read: ``c.yaml:3: seed``,
+    ``--seed``."""
 
 
 def load(
-    kinds: Sequence[type], files: Sequence[str] = (), options: Mapping[str, str | Sequence[str] | bool] | None = None
+    kinds: Sequence[type],
+    files: Sequence[str] = (),
+    options: Mapping[str, str | Sequence[str] | bool] | None = None,
 ) -> list[Any]:
     """Return an instance of each dataclass in ``kinds``. A later file overrides an earlier one.
 
@@ -45,13 +48,19 @@ def load(
     ``bank.size`` -> its value as text; a list of texts for an option with several values; True for
     a switch. If two of the dataclasses have a setting with the same name, both get its value.
 
-    Raises InputError for a file that is not YAML, an unknown setting, or a value that is not allowed.
+    Raises InputError for a file that is not YAML, an unknown setting, or a value that is not
+    allowed.
     """
-    known = {name: declared for kind in reversed(kinds) for name, declared in settings_of(kind).items()}
+    known = {
+        name: declared for kind in reversed(kinds) for name, declared in settings_of(kind).items()
+    }
     given: dict[str, Given] = {}
     for file in files:
         given |= read_config_file(config_path(file))
-    given |= {name: Given(_option_value(known, name, text), f"--{name}") for name, text in (options or {}).items()}
+    given |= {
+        name: Given(_option_value(known, name, text), f"--{name}")
+        for name, text in (options or {}).items()
+    }
     refuse_unknown(given, known)
     return [_build(kind, given) for kind in kinds]
 
@@ -59,7 +68,8 @@ def load(
 def settings_of(kind: type) -> dict[str, Field]:
     """Return the settings of a dataclass: name, such as ``seed`` or ``bank.size`` -> field."""
     found: dict[str, Field] = {}
-    # A dataclass lists the fields of its base classes first. Base classes here are kw_only, which puts them last.
+    # A dataclass lists the fields of its base classes first. Base classes here are kw_only, which
+    # puts them last.
     for declared in sorted(fields(kind), key=lambda each: bool(each.kw_only)):
         if isinstance(declared.type, type) and is_dataclass(declared.type):
             inner = settings_of(declared.type)
@@ -86,7 +96,9 @@ def from_mapping(kind: type[Options], values: Mapping[str, Any]) -> Options:
     given: dict[str, Given] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            given |= {f"{name}.{key}": Given(inner, f"{name}.{key}") for key, inner in value.items()}
+            given |= {
+                f"{name}.{key}": Given(inner, f"{name}.{key}") for key, inner in value.items()
+            }
         else:
             given[name] = Given(value, name)
     refuse_unknown(given, settings_of(kind))
@@ -100,7 +112,11 @@ def with_changes(config: Options, changes: Mapping[str, str]) -> Options:
     refuse_unknown(given, known)
     for name, (value, where) in given.items():
         group, _, key = name.rpartition(".")
-        setattr(getattr(changed, group) if group else changed, key, converted(known[name].type, value, where))
+        setattr(
+            getattr(changed, group) if group else changed,
+            key,
+            converted(known[name].type, value, where),
+        )
     return changed
 
 
@@ -128,7 +144,9 @@ def refuse_unknown(given: Mapping[str, Given], known: Collection[str]) -> None:
     for name, (value, where) in given.items():
         inner = [each for each in known if each.startswith(f"{name}.")]
         if inner:
-            raise InputError(f"{where} is {shown(value)}, expected a group of settings, such as {inner[0]}")
+            raise InputError(
+                f"{where} is {shown(value)}, expected a group of settings, such as {inner[0]}"
+            )
         if name not in known:
             raise InputError(f"{where}: no such setting{hint(name, known)}")
 
@@ -137,7 +155,9 @@ def refuse_unknown(given: Mapping[str, Given], known: Collection[str]) -> None:
 
 
 def converted(kind: Any, value: Any, where: str) -> Any:
-    """Return ``value`` as the type of a setting. Raise InputError if the type does not allow the value.
+    """Return ``value`` as the type of a setting.
+
+    Raise InputError if the type does not allow the value.
 
     where: name of the setting, after the place where the value was read.
     """
@@ -154,9 +174,13 @@ def converted(kind: Any, value: Any, where: str) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
         number = number_type(kind)
-        right_type = type(value) is int or (type(value) is float and isinstance(number, inspect.FloatType))
+        right_type = type(value) is int or (
+            type(value) is float and isinstance(number, inspect.FloatType)
+        )
         expected = range_of(kind) if number and right_type else described(kind)
-        raise InputError(f"{where} is {shown(value)}, expected {expected}{_value_hint(kind, value)}") from None
+        raise InputError(
+            f"{where} is {shown(value)}, expected {expected}{_value_hint(kind, value)}"
+        ) from None
 
 
 def _item(kind: Any, item: Any, where: str) -> Any:
@@ -179,7 +203,9 @@ def shown(value: Any) -> str:
         return f"{value:g}" if abs(value) > 10**20 else str(value)
     if isinstance(value, str):
         return repr(value[:100])
-    if isinstance(value, list | tuple) and all(isinstance(each, str | int | float) for each in value):
+    if isinstance(value, list | tuple) and all(
+        isinstance(each, str | int | float) for each in value
+    ):
         return repr(list(value))[:100]
     if isinstance(value, list | tuple):
         return "a list"
@@ -205,11 +231,17 @@ def described(kind: Any) -> str:
         elif isinstance(each, inspect.ListType | inspect.VarTupleType):
             item = each.item_type
             if isinstance(item, inspect.DataclassType):
-                words.append(f"a list of mappings with {', '.join(each.name for each in item.fields)}")
+                words.append(
+                    f"a list of mappings with {', '.join(each.name for each in item.fields)}"
+                )
             elif isinstance(item, inspect.StrType):
                 words.append("a list of texts")
             else:
-                words.append("a list of numbers" if isinstance(item, inspect.FloatType) else "a list of whole numbers")
+                words.append(
+                    "a list of numbers"
+                    if isinstance(item, inspect.FloatType)
+                    else "a list of whole numbers"
+                )
         elif isinstance(each, inspect.NoneType):
             words.append("null")
     return ", or ".join(words)
@@ -233,7 +265,10 @@ def range_of(kind: Any) -> str:
 
 
 def number_type(kind: Any) -> inspect.IntType | inspect.FloatType | None:
-    """Return the number type in a type such as ``PositiveInt | None``, with its limits. None: no number."""
+    """Return the number type in a type such as ``PositiveInt | None``, with its limits.
+
+    None: no number.
+    """
     info = inspect.type_info(kind)
     for each in info.types if isinstance(info, inspect.UnionType) else (info,):
         if isinstance(each, inspect.IntType | inspect.FloatType):
@@ -298,31 +333,42 @@ class _Loader(yaml.SafeLoader):
 
 # YAML 1.1 reads 1e-3 as a text, because it has no decimal point
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
 )
 
 
 @contextmanager
 def _opened(path: str) -> Iterator[_Loader]:
-    """Return the loader of a YAML file. Inside the ``with`` block, errors of YAML become InputError."""
+    """Return the loader of a YAML file.
+
+    Inside the ``with`` block, errors of YAML become InputError.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: byte {error.start} is not UTF-8, expected YAML with settings") from error
+        raise InputError(
+            f"{path}: byte {error.start} is not UTF-8, expected YAML with settings"
+        ) from error
     try:
         loader = _Loader(text)
         yield loader
         loader.dispose()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise InputError(f"{path}:{line}: not valid YAML ({error.problem}), expected YAML with settings") from error
+        raise InputError(
+            f"{path}:{line}: not valid YAML ({error.problem}), expected YAML with settings"
+        ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{path}: not usable YAML ({reason}), expected YAML with settings") from error
+        raise InputError(
+            f"{path}: not usable YAML ({reason}), expected YAML with settings"
+        ) from error
 
 
 def read_yaml(path: str) -> dict[str, Any]:
@@ -346,12 +392,21 @@ def read_config_file(path: str) -> dict[str, Given]:
         if root is None:
             raise InputError(f"{path}: is empty, expected YAML with settings, such as 'seed: 1'")
         if not isinstance(root, yaml.MappingNode):
-            kind = "a list" if isinstance(root, yaml.SequenceNode) else shown(loader.construct_object(root))
-            raise InputError(f"{path}:{root.start_mark.line + 1}: found {kind}, expected settings, such as 'seed: 1'")
+            kind = (
+                "a list"
+                if isinstance(root, yaml.SequenceNode)
+                else shown(loader.construct_object(root))
+            )
+            raise InputError(
+                f"{path}:{root.start_mark.line + 1}: found {kind}, expected settings, such as "
+                "'seed: 1'"
+            )
         settings: list[tuple[str, yaml.Node, yaml.Node]] = []
         for key, node in root.value:
             if isinstance(node, yaml.MappingNode):
-                settings += [(f"{key.value}.{inner.value}", inner, value) for inner, value in node.value]
+                settings += [
+                    (f"{key.value}.{inner.value}", inner, value) for inner, value in node.value
+                ]
             else:
                 settings.append((str(key.value), key, node))
         for name, key, node in settings:
@@ -359,7 +414,8 @@ def read_config_file(path: str) -> dict[str, Given]:
             if name in found:
                 first = found[name].where.removesuffix(f": {name}").rpartition(":")[2]
                 raise InputError(
-                    f"{path}:{line}: duplicate setting {name!r} (first in line {first}); give each setting once"
+                    f"{path}:{line}: duplicate setting {name!r} (first in line {first}); give each "
+                    "setting once"
                 )
             found[name] = Given(loader.construct_object(node, deep=True), f"{path}:{line}: {name}")
     if version := found.pop("format_version", None):
@@ -381,10 +437,16 @@ def config_path(name: str | Path) -> str:
     names of the ready-made configs.
     """
     text = os.fspath(name)
-    ready = {path.relative_to(READY).with_suffix("").as_posix(): str(path) for path in sorted(READY.rglob("*.yaml"))}
+    ready = {
+        path.relative_to(READY).with_suffix("").as_posix(): str(path)
+        for path in sorted(READY.rglob("*.yaml"))
+    }
     if text in ready and (not os.path.lexists(text) or Path(text).is_dir()):
         return ready[text]  # also if a folder has this name, as after `contaccum data demo demo`
     # a path, although the file may not exist
     if os.path.lexists(text) or Path(text).suffix or Path(text).is_absolute() or ":" in text:
         return text
-    raise InputError(f"{text}: no such file, and no ready-made config has this name; choose one of {', '.join(ready)}")
+    raise InputError(
+        f"{text}: no such file, and no ready-made config has this name; choose one of "
+        f"{', '.join(ready)}"
+    )

@@ -4,9 +4,12 @@ import difflib
 from collections.abc import Collection
 
 OTHER_TRAINERS = {
-    "per_device_train_batch_size": "batch.global_batch_size (pairs per update) or batch.micro_batch_size (in memory)",
-    "train_batch_size": "batch.global_batch_size (pairs per update) or batch.micro_batch_size (in memory)",
-    "gradient_accumulation_steps": "batch.global_batch_size (steps x batch.micro_batch_size x processes)",
+    "per_device_train_batch_size": "batch.global_batch_size (pairs per update) or "
+    "batch.micro_batch_size (in memory)",
+    "train_batch_size": "batch.global_batch_size (pairs per update) or batch.micro_batch_size (in "
+    "memory)",
+    "gradient_accumulation_steps": "batch.global_batch_size (steps x batch.micro_batch_size x "
+    "processes)",
     "per_device_eval_batch_size": "run.eval_batch_tokens (texts x tokens of the longest)",
     "mini_batch_size": "batch.micro_batch_size",
     "gc_q_chunk_size": "batch.micro_batch_size",
@@ -69,8 +72,9 @@ OTHER_TRAINERS = {
 def hint(name: str, known: Collection[str], prefix: str = "") -> str:
     """Return the end of an error message about an unknown setting: what to use instead, or nothing.
 
-    known: names of the settings that exist. A setting such as ``run.precision`` of training can have
-    the name ``precision`` in another command. prefix: text before each setting, such as ``--``.
+    known: names of the settings that exist. A setting such as ``run.precision`` of training can
+    have the name ``precision`` in another command. prefix: text before each setting, such as
+    ``--``.
     """
     last = name.rpartition(".")[2]
     if last in OTHER_TRAINERS and last not in known:
@@ -82,6 +86,10 @@ def hint(name: str, known: Collection[str], prefix: str = "") -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     if not near:  # without its group, or in another group
         last_names = {each.rpartition(".")[2] for each in known}
-        like = [last] if last in last_names else difflib.get_close_matches(last, last_names, n=2, cutoff=0.65)
+        like = (
+            [last]
+            if last in last_names
+            else difflib.get_close_matches(last, last_names, n=2, cutoff=0.65)
+        )
         near = sorted(each for each in known if each.rpartition(".")[2] in like)
     return f"; did you mean {' or '.join(prefix + each for each in near)}?" if near else ""

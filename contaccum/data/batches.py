@@ -32,7 +32,9 @@ def partition_by_pairs(pairs: int, size: int, world: int) -> list[np.ndarray]:
     return np.split(np.arange(pairs), range(width, pairs, width))
 
 
-def partition_by_tokens(queries: np.ndarray, passages: np.ndarray, budget: int, world: int) -> list[np.ndarray]:
+def partition_by_tokens(
+    queries: np.ndarray, passages: np.ndarray, budget: int, world: int
+) -> list[np.ndarray]:
     """Divide a step into micro-batches of at most ``budget`` padded tokens per process.
 
     queries (N,) and passages (N, 1 + H) are lengths in tokens. B pairs have B * (longest query +
@@ -81,7 +83,10 @@ def _ends(query_tokens: np.ndarray, passage_tokens: np.ndarray, limit: int) -> l
 
 
 def pad(rows: Sequence[np.ndarray], pad_id: int, side: Side = "right") -> Tokens:
-    """Pad n lists of token ids to the length of the longest list. The result has shape (n, length)."""
+    """Pad n lists of token ids to the length of the longest list.
+
+    The result has shape (n, length).
+    """
     length = max(map(len, rows))
     ids = np.full((len(rows), length), pad_id, dtype=np.int64)  # (n, length)
     mask = np.zeros((len(rows), length), dtype=np.int64)  # (n, length)
@@ -142,8 +147,8 @@ class _PairTokens:
 class Batches:
     """Micro-batches of one process.
 
-    Micro-batch k has the texts of the B_k pairs of this process, and the ids of the W * B_k pairs of
-    all W processes, in rank order.
+    Micro-batch k has the texts of the B_k pairs of this process, and the ids of the W * B_k pairs
+    of all W processes, in rank order.
     """
 
     def __init__(
@@ -164,9 +169,12 @@ class Batches:
         self._query_tokens = query_tokens
         self._passage_tokens = passage_tokens
         self.size = form.micro_batch_tokens or form.micro_batch_size
-        """Pairs of a micro-batch in one process. With ``micro_batch_tokens``: most padded tokens."""
+        """Pairs of a micro-batch in one process. With ``micro_batch_tokens``: most padded
+        tokens.
+        """
         self.smallest = 1
-        """Smallest valid ``size``: one pair. With ``micro_batch_tokens``: tokens of the longest pair."""
+        """Smallest valid ``size``: one pair. With ``micro_batch_tokens``: tokens of the longest
+        pair."""
         if form.micro_batch_tokens:
             query = query_tokens.longest()
             passage = passage_tokens.longest()
@@ -175,7 +183,8 @@ class Batches:
             if self.smallest > form.micro_batch_tokens:
                 raise InputError(
                     f"batch.micro_batch_tokens is {form.micro_batch_tokens}, but a query with its "
-                    f"passages can have {self.smallest} tokens: {query} for the query and {per_query} "
+                    f"passages can have {self.smallest} tokens: {query} for the query and "
+                    f"{per_query} "
                     f"times {passage} for its passages. Raise batch.micro_batch_tokens, or lower "
                     "model.max_query_length and model.max_passage_length."
                 )
@@ -212,7 +221,9 @@ class Batches:
 
     def _partition_by_tokens(self, tokens: dict[int, _PairTokens], size: int) -> list[np.ndarray]:
         queries = np.array([len(pair.query) for pair in tokens.values()])  # (N,)
-        passages = np.array([list(map(len, pair.passages)) for pair in tokens.values()])  # (N, 1 + H)
+        passages = np.array(
+            [list(map(len, pair.passages)) for pair in tokens.values()]
+        )  # (N, 1 + H)
         return partition_by_tokens(queries, passages, size, self._form.world)
 
     def _tokens(self, rows: StepRows, indices: np.ndarray) -> dict[int, _PairTokens]:
@@ -226,13 +237,17 @@ class Batches:
         present = numbers != MISSING
         passages = iter(self._passage_tokens.rows(numbers[present]))
         tokens = {}
-        for index, query, is_present in zip(indices.tolist(), queries, present.tolist(), strict=True):
+        for index, query, is_present in zip(
+            indices.tolist(), queries, present.tolist(), strict=True
+        ):
             positive = next(passages)
             negatives = [next(passages) if found else positive[:1] for found in is_present[1:]]
             tokens[index] = _PairTokens(query, [positive, *negatives])
         return tokens
 
-    def _micro_batch(self, rows: StepRows, tokens: dict[int, _PairTokens], pairs: np.ndarray) -> MicroBatch:
+    def _micro_batch(
+        self, rows: StepRows, tokens: dict[int, _PairTokens], pairs: np.ndarray
+    ) -> MicroBatch:
         form = self._form
         local = form.local(pairs)
         texts = [tokens[index] for index in local.tolist()]

@@ -1,12 +1,13 @@
 """The commands ``data check``, ``data convert`` and ``data demo``.
 
-Conversion keeps the ids of queries and passages. If a format has no field for an id, conversion writes an extra field
-(``query_id``, ``pos_id`` or ``neg_id``). This package reads the extra fields; other tools ignore them. JSONL has no titles: the
-title and the text of a passage become one string.
+Conversion keeps the ids of queries and passages. If a format has no field for an id, conversion
+writes an extra field (``query_id``, ``pos_id`` or ``neg_id``). This package reads the extra fields;
+other tools ignore them. JSONL has no titles: the title and the text of a passage become one string.
 
-Only DPR files have ``negative_ctxs``. A conversion from DPR to DPR keeps them. A conversion to BEIR writes them to the corpus,
-without a grade. JSONL and Tevatron have no field for them, so they are dropped. Teacher scores are written only to JSONL and
-Tevatron: BEIR has no field for teacher scores, and in DPR the field ``score`` is a search score.
+Only DPR files have ``negative_ctxs``. A conversion from DPR to DPR keeps them. A conversion to BEIR
+writes them to the corpus, without a grade. JSONL and Tevatron have no field for them, so they are
+dropped. Teacher scores are written only to JSONL and Tevatron: BEIR has no field for teacher
+scores, and in DPR the field ``score`` is a search score.
 """
 
 import gzip
@@ -25,7 +26,14 @@ from datasets import Dataset
 from tqdm import tqdm
 
 from contaccum.config import DataPolicy
-from contaccum.data.corpus import beir_records, build_corpus, corpus_file, find_rows, queries_file, read_query_texts
+from contaccum.data.corpus import (
+    beir_records,
+    build_corpus,
+    corpus_file,
+    find_rows,
+    queries_file,
+    read_query_texts,
+)
 from contaccum.data.dataset import DEFAULT_POLICY, RetrievalDataset, open_dataset
 from contaccum.data.examples import ExampleTable, build_examples
 from contaccum.data.retrieval_set import (
@@ -59,14 +67,17 @@ Stats = dict[str, Any]
 def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAULT_POLICY) -> Stats:
     """Read a whole data set and return its statistics. split: split of a BEIR folder; None: all splits.
 
-    Invalid data causes the same errors and warnings as in training and evaluation, but the InputError
-    lists all invalid records. Teacher scores are checked too. Text lengths are counted in words.
+    Invalid data causes the same errors and warnings as in training and evaluation, but the
+    InputError lists all invalid records. Teacher scores are checked too. Text lengths are counted
+    in words.
     """
     data = open_dataset(path, split or "train", policy)
     try:
         return _statistics(data, split)
     except InputError as error:
-        first = error.with_traceback(None)  # the traceback would keep the line, which may have many megabytes
+        first = error.with_traceback(
+            None
+        )  # the traceback would keep the line, which may have many megabytes
     errors = _all_errors(data, split)
     if len(errors) < 2:
         raise first
@@ -86,8 +97,10 @@ def _statistics(data: RetrievalDataset, split: str | None) -> Stats:
         return about | _examples(data.examples(scores=True))
     if data.path.name.removesuffix(".gz") not in ("queries.jsonl", "queries.tsv"):
         warnings.warn(
-            f"{data.path}: this check read the file as queries, because its first records have no title. "
-            "But a search would read it as passages. To check it as passages, rename it to corpus.jsonl "
+            f"{data.path}: this check read the file as queries, because its first records have no "
+            "title. "
+            "But a search would read it as passages. To check it as passages, rename it to "
+            "corpus.jsonl "
             "(a TSV file: to collection.tsv).",
             stacklevel=3,
         )
@@ -103,7 +116,10 @@ def _all_errors(data: RetrievalDataset, split: str | None) -> list[InputError]:
         folder = Path(temporary)
 
         def collect(read: Callable, *arguments: object) -> None:
-            """Read one file. Invalid records go to ``errors``; an error that ends the reading is added to them."""
+            """Read one file.
+
+            Invalid records go to ``errors``; an error that ends the reading is added to them.
+            """
             try:
                 read(*arguments)
             except InputError as error:
@@ -143,7 +159,9 @@ def _unknown_ids(data: RetrievalDataset, source: Path) -> Iterator[InputError]:
 def _beir(data: RetrievalDataset, split: str | None) -> Stats:
     splits = [split] if split else splits_of(data.path)
     if not splits:
-        raise InputError(f"{data.path}: qrels/<split>.tsv not found; a data set needs at least one split")
+        raise InputError(
+            f"{data.path}: qrels/<split>.tsv not found; a data set needs at least one split"
+        )
     corpus = data.corpus
     queries = data.queries
     judged = {name: judged_split(data.path, name, data.policy) for name in splits}
@@ -169,7 +187,9 @@ def _split(data: RetrievalDataset, name: str, judged: JudgedSplit) -> Stats:
         "judgements": counts.total(),
         "repeated judgements": judged.judgements - counts.total(),
         "judgements by grade": {str(grade): counts[grade] for grade in sorted(counts)},
-        "positives per query": _spread([sum(grade > 0 for grade in grades.values()) for grades in kept.values()]),
+        "positives per query": _spread(
+            [sum(grade > 0 for grade in grades.values()) for grades in kept.values()]
+        ),
     }
 
 
@@ -223,7 +243,12 @@ def _words(texts: Iterable[str]) -> list[int]:
 
 def _spread(values: Sequence[int] | np.ndarray) -> Stats:
     least, most = int(np.min(values)), int(np.max(values))
-    return {"min": least, "median": float(np.median(values)), "mean": round(float(np.mean(values)), 2), "max": most}
+    return {
+        "min": least,
+        "median": float(np.median(values)),
+        "mean": round(float(np.mean(values)), 2),
+        "max": most,
+    }
 
 
 def render(stats: Stats) -> str:
@@ -254,15 +279,19 @@ def convert(
     split: str = "train",
     policy: DataPolicy = DEFAULT_POLICY,
 ) -> None:
-    """Convert ``source`` to the format ``to``. ``source`` is a BEIR folder or a file of training examples.
+    """Convert ``source`` to the format ``to``.
 
-    split: split to read from a BEIR folder, and name of the split in a new BEIR folder. A conversion from BEIR to BEIR writes the
-    whole corpus; every other conversion writes only the passages of the examples. From BEIR, passages with a grade above 0 become
-    positives, and other judged passages become negatives. To BEIR, positives get grade 1 and negatives get grade 0. Teacher
-    scores are checked and written, or dropped with a warning if ``to`` has no field for teacher scores.
+    ``source`` is a BEIR folder or a file of training examples.
 
-    Raises InputError if ``target`` exists; for ``beir``, it may be an empty folder. Also raises InputError if an id that is
-    written to BEIR has a tab, a line break or NUL.
+    split: split to read from a BEIR folder, and name of the split in a new BEIR folder. A
+    conversion from BEIR to BEIR writes the whole corpus; every other conversion writes only the
+    passages of the examples. From BEIR, passages with a grade above 0 become positives, and other
+    judged passages become negatives. To BEIR, positives get grade 1 and negatives get grade 0.
+    Teacher scores are checked and written, or dropped with a warning if ``to`` has no field for
+    teacher scores.
+
+    Raises InputError if ``target`` exists; for ``beir``, it may be an empty folder. Also raises
+    InputError if an id that is written to BEIR has a tab, a line break or NUL.
     """
     if to not in get_args(Form):
         raise InputError(f"unknown format {to!r}; choose one of {', '.join(get_args(Form))}")
@@ -274,7 +303,10 @@ def convert(
         raise InputError(f"{target}: already exists; choose a new path")
     found = open_dataset(source, split, policy).examples(scores=True)
     if found.positives.scores is not None and to in ("beir", "dpr"):
-        warnings.warn(f"{source}: teacher scores are dropped, because {to} has no field for them", stacklevel=2)
+        warnings.warn(
+            f"{source}: teacher scores are dropped, because {to} has no field for them",
+            stacklevel=2,
+        )
         found = replace(found, positives=replace(found.positives, scores=None))
     examples = tqdm(found, desc="converting", unit=" examples", disable=None)
     if to == "beir":
@@ -284,11 +316,16 @@ def convert(
             write_beir_folder(folder, corpus, queries, {split: grades_of(examples)})
     else:
         with whole_records(target) as file:
-            file.writelines(framed((record_line(example_record(example, to)) for example in examples), to))
+            file.writelines(
+                framed((record_line(example_record(example, to)) for example in examples), to)
+            )
 
 
 def _sweep(target: Path) -> None:
-    """Remove unfinished files and folders next to ``target``. They are from processes that were killed."""
+    """Remove unfinished files and folders next to ``target``.
+
+    They are from processes that were killed.
+    """
     with suppress(OSError):  # a file may belong to another user
         sweep(target.parent, target.name, shared=True)
 
@@ -306,7 +343,9 @@ def grades_of(examples: Iterable[Example]) -> Iterator[tuple[str, str, int]]:
 
 
 def write_demo(folder: str | Path) -> None:
-    """Write the demo data set into ``folder`` in BEIR format. Raise InputError if ``folder`` exists.
+    """Write the demo data set into ``folder`` in BEIR format.
+
+    Raise InputError if ``folder`` exists.
 
     The script scripts/make_demo.py generated the demo data set.
     """
@@ -316,6 +355,10 @@ def write_demo(folder: str | Path) -> None:
     source = resources.files("contaccum.data").joinpath("demo")
     with whole_folder(folder) as part:
         (part / "qrels").mkdir()
-        for name in ("corpus.jsonl", "queries.jsonl", *(f"qrels/{split}.tsv" for split in ("train", "dev", "test"))):
+        for name in (
+            "corpus.jsonl",
+            "queries.jsonl",
+            *(f"qrels/{split}.tsv" for split in ("train", "dev", "test")),
+        ):
             packed = source.joinpath(f"{name}.gz").read_bytes()
             (part / name).write_bytes(gzip.decompress(packed))

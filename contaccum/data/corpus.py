@@ -42,15 +42,18 @@ def open_corpus(path: Path, policy: DataPolicy) -> Corpus:
     """Open a corpus: a BEIR folder, a corpus.jsonl, a DPR TSV or MS MARCO's collection.tsv.
 
     A passage with a duplicate id or without text is invalid, but common in public data sets. With
-    ``repair``, it only causes a warning: of several passages with the same id, the last is used, as in
-    BEIR's loader; empty texts are kept.
+    ``repair``, it only causes a warning: of several passages with the same id, the last is used, as
+    in BEIR's loader; empty texts are kept.
     """
     source = corpus_file(path)
     key = [file_key(source), policy.repair]
-    folder, about = cached_tables("corpus", key, lambda folder: build_corpus(source, policy.repair, folder))
+    folder, about = cached_tables(
+        "corpus", key, lambda folder: build_corpus(source, policy.repair, folder)
+    )
     if about["repeated"]:
         warnings.warn(
-            f"{source}: {about['repeated']} passages are skipped, because a later passage has the same id",
+            f"{source}: {about['repeated']} passages are skipped, because a later passage has the "
+            "same id",
             stacklevel=4,
         )
     if about["empty"]:
@@ -68,11 +71,13 @@ def corpus_file(path: Path) -> Path:
     return source
 
 
-def build_corpus(source: Path, repair: bool, folder: Path, on_error: OnError = stop) -> dict[str, Any]:
+def build_corpus(
+    source: Path, repair: bool, folder: Path, on_error: OnError = stop
+) -> dict[str, Any]:
     """Write the table of passages into ``folder``. Return what about.json is to contain.
 
-    A set of all ids would need too much memory, so the first pass over the file keeps only a hash of
-    each id. If two hashes are equal, a second pass reads the ids to find the duplicates. With
+    A set of all ids would need too much memory, so the first pass over the file keeps only a hash
+    of each id. If two hashes are equal, a second pass reads the ids to find the duplicates. With
     ``repair``, a third pass writes the table again without them.
     """
     hashes, about = _write_corpus(source, repair, folder, set(), on_error)
@@ -101,7 +106,9 @@ def _write_corpus(
     hashes = array("q")
     empty = 0
     passages = _valid_passages(source, repair, on_error)
-    for location, passage in tqdm(passages, desc=f"reading {source.name}", unit=" passages", disable=None):
+    for location, passage in tqdm(
+        passages, desc=f"reading {source.name}", unit=" passages", disable=None
+    ):
         if location.line in dropped:
             continue
         empty += is_blank(passage.text)
@@ -113,13 +120,16 @@ def _write_corpus(
     return hashes, {"fingerprint": fingerprint, "repeated": len(dropped), "empty": empty}
 
 
-def _valid_passages(source: Path, repair: bool, on_error: OnError) -> Iterator[tuple[SourceLocation, Passage]]:
+def _valid_passages(
+    source: Path, repair: bool, on_error: OnError
+) -> Iterator[tuple[SourceLocation, Passage]]:
     """Yield the location and the passage of each record. Without ``repair``, a text is required."""
     for location, passage in numbered_corpus(source, on_error):
         if not repair and is_blank(passage.text):
             on_error(
                 location.error(
-                    f"passage {passage.id!r} has an empty text; every passage needs a text. {REPAIR} to "
+                    f"passage {passage.id!r} has an empty text; every passage needs a text. "
+                    f"{REPAIR} to "
                     "accept empty texts."
                 )
             )
@@ -136,8 +146,9 @@ def duplicate_id(what: str, key: str, first: str, repairable: bool = True) -> st
 def repeated_ids(hashes: array, ids: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
     """Return every duplicate id with the line numbers of all its records.
 
-    ``hashes`` has a 64-bit hash of every id. ``ids`` yields the line number and the id of every record,
-    in the same order. Only if two hashes are equal, ``ids`` is read to check whether the ids are equal.
+    ``hashes`` has a 64-bit hash of every id. ``ids`` yields the line number and the id of every
+    record, in the same order. Only if two hashes are equal, ``ids`` is read to check whether the
+    ids are equal.
     """
     ordered = np.sort(np.frombuffer(hashes, dtype=np.int64))
     suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
@@ -153,7 +164,8 @@ def open_queries(path: Path, policy: DataPolicy, ids: Collection[str] | None = N
     """Read queries from a BEIR folder, a queries.jsonl or a queries.tsv.
 
     If ``ids`` is given, only these queries are returned. A duplicate query id is invalid. With
-    ``repair``, the last query with the id is used, and a warning gives the number of skipped queries.
+    ``repair``, the last query with the id is used, and a warning gives the number of skipped
+    queries.
     """
     return read_query_texts(queries_file(path), policy.repair, ids)
 
@@ -183,7 +195,10 @@ def read_query_texts(
     if not lines:
         raise InputError(f"{source}: has no valid query; it needs at least one")
     if repeated:
-        warnings.warn(f"{source}: {repeated} queries are skipped, because a later query has the same id", stacklevel=2)
+        warnings.warn(
+            f"{source}: {repeated} queries are skipped, because a later query has the same id",
+            stacklevel=2,
+        )
     return Queries(texts, source)
 
 

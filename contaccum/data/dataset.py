@@ -1,4 +1,7 @@
-"""Open data sets of every format, by path or by name. Other packages open data only through this module."""
+"""Open data sets of every format, by path or by name.
+
+Other packages open data only through this module.
+"""
 
 import os
 from collections.abc import Iterator
@@ -25,7 +28,14 @@ from contaccum.data.retrieval_set import (
     splits_of,
     warn_of_own_ids,
 )
-from contaccum.data.train_set import Member, TrainSet, check_hard_negatives, check_scores, from_examples, mixture_of
+from contaccum.data.train_set import (
+    Member,
+    TrainSet,
+    check_hard_negatives,
+    check_scores,
+    from_examples,
+    mixture_of,
+)
 from contaccum.errors import InputError
 from contaccum.formats.dpr import read_questions
 from contaccum.formats.readers import Kind, kind_of_data
@@ -35,7 +45,10 @@ DEFAULT_POLICY = DataPolicy()
 
 
 class RetrievalDataset:
-    """Data set of any format. Each property reads and checks its files at first use. Invalid files raise InputError."""
+    """Data set of any format.
+
+    Each property reads and checks its files at first use. Invalid files raise InputError.
+    """
 
     def __init__(self, name: str | Path, split: str, policy: DataPolicy) -> None:
         self.name = name
@@ -44,12 +57,17 @@ class RetrievalDataset:
 
     @cached_property
     def path(self) -> Path:
-        """Local path of the folder or file. A data set that is opened by name is downloaded into the cache."""
+        """Local path of the folder or file.
+
+        A data set that is opened by name is downloaded into the cache.
+        """
         return fetch(self.name, self.split)
 
     @cached_property
     def policy(self) -> DataPolicy:
-        """Policy for invalid records. ``repair`` is always on for a BEIR folder that was downloaded by name.
+        """Policy for invalid records.
+
+        ``repair`` is always on for a BEIR folder that was downloaded by name.
 
         Published data sets (BEIR, MTEB, MIRACL, Hub) have duplicate ids and passages without text.
         """
@@ -63,7 +81,10 @@ class RetrievalDataset:
         return kind_of_data(self.path)
 
     def check(self) -> None:
-        """Raise InputError if a local data set or its split does not exist. Read only the first records of a file."""
+        """Raise InputError if a local data set or its split does not exist.
+
+        Read only the first records of a file.
+        """
         if not is_published(self.name) and self.kind == "beir":
             qrels_file(self.path, self.split)
 
@@ -95,7 +116,10 @@ class RetrievalDataset:
 
     @cached_property
     def retrieval_set(self) -> RetrievalSet:
-        """Corpus, judged queries and qrels of a BEIR split or of training examples. Positives of examples have grade 1."""
+        """Corpus, judged queries and qrels of a BEIR split or of training examples.
+
+        Positives of examples have grade 1.
+        """
         retrieval_set: RetrievalSet
         if self.kind == "beir":
             retrieval_set = self._judged
@@ -107,8 +131,13 @@ class RetrievalDataset:
 
     @cached_property
     def searchable_set(self) -> RetrievalSet:
-        """Retrieval set for search. For a file of passages, or a folder without qrels, the set has only a corpus."""
-        if self.kind in ("dpr", "jsonl", "tevatron") or (self.path.is_dir() and splits_of(self.path)):
+        """Retrieval set for search.
+
+        For a file of passages, or a folder without qrels, the set has only a corpus.
+        """
+        if self.kind in ("dpr", "jsonl", "tevatron") or (
+            self.path.is_dir() and splits_of(self.path)
+        ):
             return self.retrieval_set
         return RetrievalSet(self.corpus, {}, {})
 
@@ -128,14 +157,18 @@ class RetrievalDataset:
     def train_set(self, hard_negatives: int = 0, scores: bool = False) -> TrainSet:
         """Return the queries and passages for training.
 
-        In a BEIR folder, a passage with a grade above 0 is a positive; any other judged passage is a hard negative. If a query
-        has fewer than ``hard_negatives`` hard negatives, other negatives (DPR's ``negative_ctxs``) fill the gap, in file order.
+        In a BEIR folder, a passage with a grade above 0 is a positive; any other judged passage is
+        a hard negative. If a query has fewer than ``hard_negatives`` hard negatives, other
+        negatives (DPR's ``negative_ctxs``) fill the gap, in file order.
         """
         return from_examples(self.examples(scores), hard_negatives)
 
     @contextmanager
     def _errors_by_name(self) -> Iterator[None]:
-        """Name the Hub data set or local table in errors, not its copy in the cache. Rows of the copy have the same numbers."""
+        """Name the Hub data set or local table in errors, not its copy in the cache.
+
+        Rows of the copy have the same numbers.
+        """
         try:
             yield
         except InputError as error:
@@ -144,36 +177,58 @@ class RetrievalDataset:
             raise InputError(str(error).replace(f"{self.path}:", f"{self.name}:", 1)) from error
 
 
-def open_dataset(name: str | Path, split: str = "test", policy: DataPolicy = DEFAULT_POLICY) -> RetrievalDataset:
+def open_dataset(
+    name: str | Path, split: str = "test", policy: DataPolicy = DEFAULT_POLICY
+) -> RetrievalDataset:
     """Open a data set by its path or by its name.
 
-    Examples of names: scifact, nanobeir/scifact, mteb/NFCorpus, miracl/sw, dpr/nq-train, hub:owner/name. ``split`` is the split
-    of a BEIR folder or of a Hub set. Files are downloaded and read only when a property of the result is used.
+    Examples of names: scifact, nanobeir/scifact, mteb/NFCorpus, miracl/sw, dpr/nq-train,
+    hub:owner/name. ``split`` is the split of a BEIR folder or of a Hub set. Files are downloaded
+    and read only when a property of the result is used.
     """
     return RetrievalDataset(name, split, policy)
 
 
 def load_training(data: DataConfig, scores: bool = False) -> TrainSet:
-    """Load the training data of a config as tables. The data is one data set or a mixture of several.
+    """Load the training data of a config as tables.
 
-    Raises InputError if ``scores`` is true and no data set has teacher scores, or if a data set without in-batch negatives has no
-    hard negatives.
+    The data is one data set or a mixture of several.
+
+    Raises InputError if ``scores`` is true and no data set has teacher scores, or if a data set
+    without in-batch negatives has no hard negatives.
     """
     if not data.mixture:
-        train_set = open_dataset(data.train, data.split, data.policy).train_set(data.hard_negatives, scores)
+        train_set = open_dataset(data.train, data.split, data.policy).train_set(
+            data.hard_negatives, scores
+        )
         if scores:
             check_scores([data.train], [train_set])
         return train_set
     members = []
     for config in data.mixture:
-        train_set = open_dataset(config.train, config.split, data.policy).train_set(data.hard_negatives, scores)
+        train_set = open_dataset(config.train, config.split, data.policy).train_set(
+            data.hard_negatives, scores
+        )
         if not config.in_batch_negatives:
             check_hard_negatives(config.train, train_set)
         weight = config.weight or len(train_set.queries)
-        members.append(Member(train_set, weight, config.query_prefix, config.passage_prefix, config.in_batch_negatives))
+        members.append(
+            Member(
+                train_set,
+                weight,
+                config.query_prefix,
+                config.passage_prefix,
+                config.in_batch_negatives,
+            )
+        )
     if scores:
         check_scores([config.train for config in data.mixture], [member.set for member in members])
     only = members[0]
-    if len(members) == 1 and only.query_prefix is None and only.passage_prefix is None and only.in_batch_negatives:
+    if (
+        len(members) == 1
+        and only.query_prefix is None
+        and only.passage_prefix is None
+        and only.in_batch_negatives
+    ):
         return only.set  # the same run as with data.train
     return mixture_of(members)

@@ -1,7 +1,7 @@
 """Tables of training examples: passages, queries, and for each query the row numbers of its passages.
 
-Every passage is stored once. The first call for a file checks the file and writes the tables into the
-cache. Later calls map these tables into memory.
+Every passage is stored once. The first call for a file checks the file and writes the tables into
+the cache. Later calls map these tables into memory.
 """
 
 import math
@@ -42,9 +42,10 @@ _LISTS = ("positives", "negatives", "others")
 class ExampleTable:
     """Training examples as tables.
 
-    ``positives``, ``negatives`` and ``others`` (DPR's ``negative_ctxs``) have one list for each query: row numbers in the table
-    ``passages``. Positives and negatives may have teacher scores. Iteration reads the passages from disk and yields the examples
-    that have a positive, in file order.
+    ``positives``, ``negatives`` and ``others`` (DPR's ``negative_ctxs``) have one list for each
+    query: row numbers in the table ``passages``. Positives and negatives may have teacher scores.
+    Iteration reads the passages from disk and yields the examples that have a positive, in file
+    order.
     """
 
     queries: Dataset  # columns id, text
@@ -81,7 +82,8 @@ class ExampleTable:
     def _scores(self, number: int) -> TeacherScores | None:
         """Return the teacher scores of an example, or None if it has none.
 
-        Each score is the shortest decimal that rounds to the stored float32: 0.1, not 0.10000000149.
+        Each score is the shortest decimal that rounds to the stored float32: 0.1, not
+        0.10000000149.
         """
         if self.positives.scores is None:
             return None
@@ -89,15 +91,18 @@ class ExampleTable:
         negatives = self.negatives.scores_or_nan[self.negatives.span(number)]
         if np.isnan(positives[0]):
             return None
-        return TeacherScores([float(str(score)) for score in positives], [float(str(score)) for score in negatives])
+        return TeacherScores(
+            [float(str(score)) for score in positives], [float(str(score)) for score in negatives]
+        )
 
 
 def load_examples(path: Path, policy: DataPolicy, scores: bool = False) -> ExampleTable:
     """Open a file of training examples: DPR JSON, JSONL of query, pos and neg, or Tevatron JSONL.
 
-    An example with an empty text or a duplicate query id is invalid. Two problems cause a warning, or
-    InputError with ``strict``: queries without a positive, and passages with the same id but different
-    texts (the first text is used). ``repair`` has no effect on a file of examples and causes a warning.
+    An example with an empty text or a duplicate query id is invalid. Two problems cause a warning,
+    or InputError with ``strict``: queries without a positive, and passages with the same id but
+    different texts (the first text is used). ``repair`` has no effect on a file of examples and
+    causes a warning.
 
     scores: read teacher scores too. In each example, either all positives and negatives must have a
     finite score, or none.
@@ -116,7 +121,9 @@ def load_examples(path: Path, policy: DataPolicy, scores: bool = False) -> Examp
     if not about["examples"]:
         raise InputError(f"{path}: has no valid example; it needs at least one")
     if not about["answerable"]:
-        raise InputError(f"{path}: no query has a positive passage; at least one query must have one")
+        raise InputError(
+            f"{path}: no query has a positive passage; at least one query must have one"
+        )
     return ExampleTable(
         queries=Dataset.from_file(str(folder / "queries.arrow")),
         passages=Dataset.from_file(str(folder / "passages.arrow")),
@@ -127,7 +134,9 @@ def load_examples(path: Path, policy: DataPolicy, scores: bool = False) -> Examp
     )
 
 
-def build_examples(path: Path, with_scores: bool, folder: Path, on_error: OnError = stop) -> dict[str, Any]:
+def build_examples(
+    path: Path, with_scores: bool, folder: Path, on_error: OnError = stop
+) -> dict[str, Any]:
     """Write the tables of a file of examples into ``folder``. Return the content of about.json."""
     queries = TableWriter(folder / "queries.arrow", QUERY_COLUMNS)
     passages = TableWriter(folder / "passages.arrow", PASSAGE_COLUMNS)
@@ -136,10 +145,14 @@ def build_examples(path: Path, with_scores: bool, folder: Path, on_error: OnErro
     rows: dict[str, int] = {}  # passage id -> row number
     contents = array("q")  # hash of title and text of each passage
     unanswerable = _Problem("queries without a positive are skipped")
-    conflicts = _Problem("passages have the id of an earlier passage but another text; the first text is used")
+    conflicts = _Problem(
+        "passages have the id of an earlier passage but another text; the first text is used"
+    )
     scored = 0  # number of examples with scores
     examples = numbered_examples(path, on_error, with_scores)
-    for location, example in tqdm(examples, desc=f"reading {path.name}", unit=" examples", disable=None):
+    for location, example in tqdm(
+        examples, desc=f"reading {path.name}", unit=" examples", disable=None
+    ):
         query = example.query
         try:
             _check_texts(location, example, rows)
@@ -168,7 +181,9 @@ def build_examples(path: Path, with_scores: bool, folder: Path, on_error: OnErro
                     contents.append(content)
                 elif contents[row] != content:
                     message = f"passage id {passage.id!r} occurs with two texts"
-                    conflicts.add(location.error(f"{message}; an id must always have the same text"))
+                    conflicts.add(
+                        location.error(f"{message}; an id must always have the same text")
+                    )
                 if row not in used:  # a passage is in one list of an example, the first
                     used.add(row)
                     lists[name].add(row, math.nan if scores is None else scores[number])
@@ -213,10 +228,20 @@ class _Lists:
         self._ends.append(len(self._values))
 
     def save(self, folder: Path, name: str, with_scores: bool) -> None:
-        np.save(folder / f"{name}_offsets.npy", np.array(self._ends, dtype=np.int64), allow_pickle=False)
-        np.save(folder / f"{name}_values.npy", np.array(self._values, dtype=np.int64), allow_pickle=False)
+        np.save(
+            folder / f"{name}_offsets.npy", np.array(self._ends, dtype=np.int64), allow_pickle=False
+        )
+        np.save(
+            folder / f"{name}_values.npy",
+            np.array(self._values, dtype=np.int64),
+            allow_pickle=False,
+        )
         if with_scores:
-            np.save(folder / f"{name}_scores.npy", np.array(self._scores, dtype=np.float32), allow_pickle=False)
+            np.save(
+                folder / f"{name}_scores.npy",
+                np.array(self._scores, dtype=np.float32),
+                allow_pickle=False,
+            )
 
 
 def _load_lists(folder: Path, name: str) -> Ragged:
@@ -232,14 +257,19 @@ def _load_lists(folder: Path, name: str) -> Ragged:
 def _check_texts(location: SourceLocation, example: Example, known: Container[str]) -> None:
     """Raise InputError if the query or a passage of an example has an empty text.
 
-    A passage is not checked if an earlier passage of the file has its id; that passage's text is used.
+    A passage is not checked if an earlier passage of the file has its id; that passage's text is
+    used.
     """
     if is_blank(example.query.text):
-        raise location.error(f"query {example.query.id!r} has an empty text; every query needs a text")
+        raise location.error(
+            f"query {example.query.id!r} has an empty text; every query needs a text"
+        )
     checked: set[str] = set()
     for passage in (*example.positives, *example.negatives, *example.others):
         if passage.id in checked or passage.id in known:
             continue
         if is_blank(passage.text):
-            raise location.error(f"passage {passage.id!r} has an empty text; every passage needs a text")
+            raise location.error(
+                f"passage {passage.id!r} has an empty text; every passage needs a text"
+            )
         checked.add(passage.id)

@@ -24,7 +24,10 @@ Qrels = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class RetrievalSet:
-    """Corpus, queries and qrels of an evaluation. Every query has a passage with a grade above 0."""
+    """Corpus, queries and qrels of an evaluation.
+
+    Every query has a passage with a grade above 0.
+    """
 
     corpus: Dataset  # columns id, title, text
     queries: dict[str, str]  # query id -> text; contains only judged queries
@@ -141,7 +144,8 @@ def read_grades(source: Path, on_error: OnError = stop) -> Grades:
         before = grades.setdefault(passage, grade)
         if before != grade:
             message = (
-                f"query {query!r} and passage {passage!r} have grade {grade} here and {before} earlier; "
+                f"query {query!r} and passage {passage!r} have grade {grade} here and {before} "
+                "earlier; "
                 "a pair can have only one grade"
             )
             on_error(SourceLocation(source, line).error(message))
@@ -154,7 +158,9 @@ def read_grades(source: Path, on_error: OnError = stop) -> Grades:
 
 
 def keep_answerable(source: Path, qrels: Qrels, strict: bool) -> Qrels:
-    """Return the qrels of the queries that have a positive (a grade above 0). Raise InputError if no query has one.
+    """Return the qrels of the queries that have a positive (a grade above 0).
+
+    Raise InputError if no query has one.
 
     If only some queries have no positive, warn; with ``strict``, raise InputError.
     """
@@ -162,21 +168,29 @@ def keep_answerable(source: Path, qrels: Qrels, strict: bool) -> Qrels:
     without = [query for query in qrels if query not in kept]
     if without and strict:
         raise InputError(
-            f"{source}: query {without[0]!r} has no positive; every query needs a passage with a grade above 0"
+            f"{source}: query {without[0]!r} has no positive; every query needs a passage with a "
+            "grade above 0"
         )
     if not kept:
         raise InputError(f"{source}: no query has a positive; at least one grade must be above 0")
     if without:
-        warnings.warn(f"{source}: {len(without)} queries without a positive are skipped", stacklevel=4)
+        warnings.warn(
+            f"{source}: {len(without)} queries without a positive are skipped", stacklevel=4
+        )
     return kept
 
 
 def warn_of_own_ids(source: Path, qrels: Qrels) -> None:
-    """Warn about queries that have the id of one of their positives. As in BEIR, a search leaves out such a passage."""
+    """Warn about queries that have the id of one of their positives.
+
+    As in BEIR, a search leaves out such a passage.
+    """
     if count := sum(grades.get(query, 0) > 0 for query, grades in qrels.items()):
         warnings.warn(
-            f"{source}: {count} queries have the same id as one of their positives. As in BEIR, a search leaves out the passage "
-            "with the id of the query, so these positives count as not found. Use different ids, such as q1 and p1.",
+            f"{source}: {count} queries have the same id as one of their positives. As in BEIR, a "
+            "search leaves out the passage "
+            "with the id of the query, so these positives count as not found. Use different ids, "
+            "such as q1 and p1.",
             stacklevel=4,
         )
 

@@ -1,6 +1,7 @@
 """Choose the training examples of each step.
 
-The choice depends only on the seed and the step number, so a checkpoint stores only the step number.
+The choice depends only on the seed and the step number, so a checkpoint stores only the step
+number.
 """
 
 import warnings
@@ -35,7 +36,9 @@ class StepRows(NamedTuple):
     """Row numbers of the examples of one step: N queries, each with a positive and H negatives."""
 
     queries: np.ndarray  # (N,) int64, row numbers in TrainSet.queries
-    passages: np.ndarray  # (N, 1 + H) int64, rows of TrainSet.passages or MISSING, the positive first
+    passages: (
+        np.ndarray
+    )  # (N, 1 + H) int64, rows of TrainSet.passages or MISSING, the positive first
     positives: np.ndarray  # (N, P) int64, all known positives of each query, padded with NO_PASSAGE
     teacher: np.ndarray | None = None  # (N, 1 + H) float32, teacher scores, NaN if missing
 
@@ -84,7 +87,8 @@ class StepSampler:
             if others < hard_negatives:
                 raise InputError(
                     f"query {train_set.queries[most]['id']!r}: the training set has only {others} "
-                    f"possible negatives for this query, but data.hard_negatives is {hard_negatives}. "
+                    "possible negatives for this query, but data.hard_negatives is "
+                    f"{hard_negatives}. "
                     "Lower data.hard_negatives, or set data.fill_negatives to none."
                 )
             warnings.warn(
@@ -153,7 +157,9 @@ class StepSampler:
             self._epoch_order = (epoch, order)
         return order
 
-    def _fill_gaps(self, passages: np.ndarray, positives: np.ndarray, random: np.random.Generator) -> None:
+    def _fill_gaps(
+        self, passages: np.ndarray, positives: np.ndarray, random: np.random.Generator
+    ) -> None:
         """Replace MISSING in the passages of one query, (1 + H,), by random passages.
 
         A positive of the query is never added, and no passage twice.
@@ -171,9 +177,9 @@ class MixtureSampler:
     """Chooses the examples of each step from a mixture of training sets.
 
     If ``batches`` is ``mixed``, each of the N examples of a step comes from a random set; if
-    ``one_set``, all N come from the same random set. The probability of a set is proportional to its
-    weight. Each set has one StepSampler. A resumed run repeats the random choice of sets for all
-    earlier steps. It then knows how many examples of each set to skip.
+    ``one_set``, all N come from the same random set. The probability of a set is proportional to
+    its weight. Each set has one StepSampler. A resumed run repeats the random choice of sets for
+    all earlier steps. It then knows how many examples of each set to skip.
     """
 
     def __init__(
@@ -196,7 +202,11 @@ class MixtureSampler:
         self._first_query = [0]
         self._first_passage = [0]
         for number, member in enumerate(mixture.members):
-            self._samplers.append(StepSampler(member.set, seed, global_batch_size, hard_negatives, fill, order, number))
+            self._samplers.append(
+                StepSampler(
+                    member.set, seed, global_batch_size, hard_negatives, fill, order, number
+                )
+            )
             self._first_query.append(self._first_query[-1] + len(member.set.queries))
             self._first_passage.append(self._first_passage[-1] + len(member.set.passages))
         weights = np.array([member.weight for member in mixture.members], dtype=np.float64)
@@ -219,7 +229,9 @@ class MixtureSampler:
             first = self._first_passage[number]
             queries.append(rows.queries + self._first_query[number])
             passages.append(np.where(rows.passages == MISSING, MISSING, rows.passages + first))
-            positives.append(np.where(rows.positives == NO_PASSAGE, NO_PASSAGE, rows.positives + first))
+            positives.append(
+                np.where(rows.positives == NO_PASSAGE, NO_PASSAGE, rows.positives + first)
+            )
             unscored = np.full(rows.passages.shape, np.nan, dtype=np.float32)
             teacher.append(unscored if rows.teacher is None else rows.teacher)
         width = max(part.shape[1] for part in positives)
@@ -235,7 +247,10 @@ class MixtureSampler:
         )
 
     def counts(self, step: int) -> np.ndarray:
-        """Return the number of examples of each set in step ``step``, (sets,) int64. The sum is N."""
+        """Return the number of examples of each set in step ``step``, (sets,) int64.
+
+        The sum is N.
+        """
         random = random_stream(self._seed, SETS, step)
         if self._one_set:
             return random.multinomial(1, self._shares) * self.size
@@ -268,5 +283,7 @@ def make_sampler(
     batches: see MixtureSampler; only a mixture uses it. Other arguments: see StepSampler.
     """
     if train_set.parts:
-        return MixtureSampler(train_set, seed, global_batch_size, hard_negatives, batches, fill, order)
+        return MixtureSampler(
+            train_set, seed, global_batch_size, hard_negatives, batches, fill, order
+        )
     return StepSampler(train_set, seed, global_batch_size, hard_negatives, fill, order)

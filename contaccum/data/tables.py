@@ -1,4 +1,7 @@
-"""Tables of texts and of token ids in the cache. Each table is written once and then mapped into memory."""
+"""Tables of texts and of token ids in the cache.
+
+Each table is written once and then mapped into memory.
+"""
 
 import copy
 import hashlib
@@ -33,11 +36,16 @@ _TEXTS = 2000  # number of texts per tokenizer call; the tokenizer divides them 
 
 @dataclass(frozen=True)
 class Ragged:
-    """n lists of row numbers, stored in one array. List i is ``values[offsets[i]:offsets[i + 1]]``."""
+    """n lists of row numbers, stored in one array.
+
+    List i is ``values[offsets[i]:offsets[i + 1]]``.
+    """
 
     offsets: np.ndarray  # (n + 1,) int64
     values: np.ndarray  # (offsets[n],) int64
-    scores: np.ndarray | None = None  # (offsets[n],) float32, teacher scores or NaN; None: not requested, or none found
+    scores: np.ndarray | None = (
+        None  # (offsets[n],) float32, teacher scores or NaN; None: not requested, or none found
+    )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -59,7 +67,11 @@ class Ragged:
     @property
     def scores_or_nan(self) -> np.ndarray:
         """Teacher scores, (offsets[n],) float32; all NaN if ``scores`` is None."""
-        return np.full(len(self.values), np.nan, dtype=np.float32) if self.scores is None else self.scores
+        return (
+            np.full(len(self.values), np.nan, dtype=np.float32)
+            if self.scores is None
+            else self.scores
+        )
 
     def take(self, rows: np.ndarray) -> "Ragged":
         """Return the lists at the positions ``rows``."""
@@ -69,7 +81,10 @@ class Ragged:
         return self.chosen(Ragged(offsets, indices))
 
     def chosen(self, indices: "Ragged") -> "Ragged":
-        """Return ``indices`` with each number i replaced by ``self.values[i]``. The score of this value is ``self.scores[i]``."""
+        """Return ``indices`` with each number i replaced by ``self.values[i]``.
+
+        The score of this value is ``self.scores[i]``.
+        """
         scores = None if self.scores is None else self.scores[indices.values]
         return Ragged(indices.offsets, self.values[indices.values], scores)
 
@@ -90,7 +105,8 @@ class Ragged:
     def concatenated(cls, parts: Sequence["Ragged"], sizes: Sequence[int]) -> "Ragged":
         """Concatenate lists of row numbers, and shift the numbers to fit the concatenated tables.
 
-        ``parts[i]`` has row numbers of table i, which has ``sizes[i]`` rows. The result has row numbers of the joined table.
+        ``parts[i]`` has row numbers of table i, which has ``sizes[i]`` rows. The result has row
+        numbers of the joined table.
         """
         starts = np.cumsum([0, *sizes])
         values = [part.values + start for part, start in zip(parts, starts, strict=False)]
@@ -121,7 +137,9 @@ class TableWriter:
 
     def _flush(self) -> None:
         columns = zip(*self._rows, strict=True)
-        batch = pa.record_batch([pa.array(column, pa.string()) for column in columns], schema=self._schema)
+        batch = pa.record_batch(
+            [pa.array(column, pa.string()) for column in columns], schema=self._schema
+        )
         for column in batch.columns:
             for buffer in column.buffers():
                 if buffer is not None:
@@ -173,13 +191,17 @@ def _undamaged(folder: Path) -> dict[str, Any] | None:
     """Return the content of about.json. Return None if a file is missing or has another size."""
     try:
         about: dict[str, Any] = read_json(folder / ABOUT_FILE, dict[str, Any])
-        sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != ABOUT_FILE}
+        sizes = {
+            path.name: path.stat().st_size for path in folder.iterdir() if path.name != ABOUT_FILE
+        }
     except (InputError, OSError):
         return None
     return about if about.get("bytes") == sizes else None
 
 
-def column_batches(table: Dataset, columns: Iterable[str], size: int = 10_000) -> Iterator[dict[str, list[str]]]:
+def column_batches(
+    table: Dataset, columns: Iterable[str], size: int = 10_000
+) -> Iterator[dict[str, list[str]]]:
     """Yield some columns of a table, ``size`` rows at a time."""
     selected = table.select_columns(list(columns))
     for start in range(0, len(selected), size):
@@ -189,8 +211,8 @@ def column_batches(table: Dataset, columns: Iterable[str], size: int = 10_000) -
 class TokenTable:
     """Token ids of n texts, special tokens included, in two memory-mapped files.
 
-    tokens.bin has the token ids of all texts, int32. offsets.npy has the start index of each text in
-    tokens.bin, (n + 1,) int64.
+    tokens.bin has the token ids of all texts, int32. offsets.npy has the start index of each text
+    in tokens.bin, (n + 1,) int64.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -221,10 +243,10 @@ def build_token_table(
 ) -> TokenTable:
     """Open the token table of ``texts``. Build the token table if it is not in the cache.
 
-    A text is ``prefix``, then the columns joined by a space and stripped, as in ``Passage.content``. A
-    text with more than ``max_length`` tokens, including special tokens, is truncated. fingerprint: hash
-    of ``texts``. vocabulary: number of word embeddings. Raises InputError for a slow tokenizer and for a
-    token id without a word embedding.
+    A text is ``prefix``, then the columns joined by a space and stripped, as in
+    ``Passage.content``. A text with more than ``max_length`` tokens, including special tokens, is
+    truncated. fingerprint: hash of ``texts``. vocabulary: number of word embeddings. Raises
+    InputError for a slow tokenizer and for a token id without a word embedding.
     """
     require_fast(tokenizer)
     require_utf8(prefix, f"prefix {prefix!a}")
@@ -235,12 +257,16 @@ def build_token_table(
         largest_id = 0
         with (
             open(folder / "tokens.bin", "wb") as file,
-            tqdm(total=len(texts), desc=f"tokenizing {columns[-1]}", unit=" texts", disable=None) as bar,
+            tqdm(
+                total=len(texts), desc=f"tokenizing {columns[-1]}", unit=" texts", disable=None
+            ) as bar,
         ):
             for batch in column_batches(texts, columns, _TEXTS):
                 rows = zip(*(batch[column] for column in columns), strict=True)
                 contents = [prefix + " ".join(row).strip() for row in rows]
-                encoded = own_tokenizer(contents, truncation=True, max_length=max_length, return_attention_mask=False)
+                encoded = own_tokenizer(
+                    contents, truncation=True, max_length=max_length, return_attention_mask=False
+                )
                 for ids in encoded["input_ids"]:
                     # without special tokens, an empty text has no tokens; encoding pads it, too
                     array = np.array(ids or [tokenizer.pad_token_id], dtype="<i4")

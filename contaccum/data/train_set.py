@@ -19,8 +19,8 @@ from contaccum.errors import InputError
 class TrainSet:
     """Queries and passages for training.
 
-    ``positives[i]`` is the list of the positives of query i, and ``negatives[i]`` is the list of its hard negatives. Both
-    lists have row numbers of the table ``passages``.
+    ``positives[i]`` is the list of the positives of query i, and ``negatives[i]`` is the list of
+    its hard negatives. Both lists have row numbers of the table ``passages``.
     """
 
     queries: Dataset  # n rows, columns id and text
@@ -51,20 +51,26 @@ class Member(NamedTuple):
 
 
 def check_scores(names: Sequence[str], sets: Sequence[TrainSet]) -> None:
-    """Raise InputError if no set has teacher scores. Warn about each set in which some queries have none."""
+    """Raise InputError if no set has teacher scores.
+
+    Warn about each set in which some queries have none.
+    """
     # for each set: whether each query has the scores of a positive and a negative, (n,) bool
     scored = [_has_scores(part.positives) & _has_scores(part.negatives) for part in sets]
     if not any(queries.any() for queries in scored):
         raise InputError(
-            f"{', '.join(names)}: no teacher scores found; loss.distillation needs them. In JSONL with query, "
-            "pos and neg, add pos_scores and neg_scores. In Tevatron JSONL, add a score to each passage."
+            f"{', '.join(names)}: no teacher scores found; loss.distillation needs them. In JSONL "
+            "with query, "
+            "pos and neg, add pos_scores and neg_scores. In Tevatron JSONL, add a score to each "
+            "passage."
         )
     for name, queries in zip(names, scored, strict=True):
         without = int((~queries).sum())
         if without:
             warnings.warn(
                 f"{name}: distillation needs the teacher scores of a positive and a negative, but "
-                f"{without} of {len(queries)} queries lack them. For these queries, the loss is InfoNCE only.",
+                f"{without} of {len(queries)} queries lack them. For these queries, the loss is "
+                "InfoNCE only.",
                 stacklevel=3,
             )
 
@@ -72,11 +78,19 @@ def check_scores(names: Sequence[str], sets: Sequence[TrainSet]) -> None:
 def check_hard_negatives(name: str, examples: TrainSet) -> None:
     """Check a set with ``in_batch_negatives`` false: warn if some queries lack hard negatives, raise InputError if all do."""
     without, count = int(np.count_nonzero(examples.negatives.lengths == 0)), len(examples.queries)
-    found = f"{name}: {without} of {count} queries have no hard negative, and in_batch_negatives is false"
+    found = (
+        f"{name}: {without} of {count} queries have no hard negative, and in_batch_negatives "
+        "is false"
+    )
     if without == count:
-        raise InputError(f"{found}. So the set has no negatives. Set in_batch_negatives to true, or mine negatives.")
+        raise InputError(
+            f"{found}. So the set has no negatives. Set in_batch_negatives to true, or mine "
+            "negatives."
+        )
     if without:
-        warnings.warn(f"{found}. These queries have no negatives, so their loss is 0.", stacklevel=3)
+        warnings.warn(
+            f"{found}. These queries have no negatives, so their loss is 0.", stacklevel=3
+        )
 
 
 def _has_scores(lists: Ragged) -> np.ndarray:
@@ -86,7 +100,11 @@ def _has_scores(lists: Ragged) -> np.ndarray:
 
 
 def mixture_of(members: Sequence[Member]) -> TrainSet:
-    """Concatenate sets. A passage that is in two sets is stored twice, because each set can have its own prefix for texts."""
+    """Concatenate sets.
+
+    A passage that is in two sets is stored twice, because each set can have its own prefix for
+    texts.
+    """
     sets = [member.set for member in members]
     sizes = [len(part.passages) for part in sets]
     fingerprints = " ".join(part.fingerprint for part in sets)
@@ -101,7 +119,10 @@ def mixture_of(members: Sequence[Member]) -> TrainSet:
 
 
 def from_examples(examples: ExampleTable, hard_negatives: int) -> TrainSet:
-    """Make a training set of the examples that have a positive. If ``hard_negatives`` is 0, the set has no negatives."""
+    """Make a training set of the examples that have a positive.
+
+    If ``hard_negatives`` is 0, the set has no negatives.
+    """
     kept = np.flatnonzero(examples.positives.lengths)
     # n lists of hard negatives, then n lists of other negatives
     pool = Ragged.concatenated([examples.negatives, examples.others], [0, 0])
@@ -118,12 +139,14 @@ def from_examples(examples: ExampleTable, hard_negatives: int) -> TrainSet:
     return _train_set(examples, kept, examples.positives.take(kept), pool.chosen(Ragged.of(chosen)))
 
 
-def _train_set(source: ExampleTable | TrainSet, rows: np.ndarray, positives: Ragged, negatives: Ragged) -> TrainSet:
+def _train_set(
+    source: ExampleTable | TrainSet, rows: np.ndarray, positives: Ragged, negatives: Ragged
+) -> TrainSet:
     """Make a training set from some queries of ``source``.
 
-    rows: row numbers of these queries. positives, negatives: one list for each of these queries, with row numbers of passages in
-    ``source``. Passages that are in no list are dropped, so the row numbers change. The fingerprint is computed from the new
-    content.
+    rows: row numbers of these queries. positives, negatives: one list for each of these queries,
+    with row numbers of passages in ``source``. Passages that are in no list are dropped, so the row
+    numbers change. The fingerprint is computed from the new content.
     """
     queries = source.queries.select(rows)
     used = np.unique(np.concatenate([positives.values, negatives.values]))
@@ -140,4 +163,6 @@ def _train_set(source: ExampleTable | TrainSet, rows: np.ndarray, positives: Rag
 
 def subset(train_set: TrainSet, queries: np.ndarray) -> TrainSet:
     """Make a training set from some queries and their passages. queries: row numbers of these queries, in the new order."""
-    return _train_set(train_set, queries, train_set.positives.take(queries), train_set.negatives.take(queries))
+    return _train_set(
+        train_set, queries, train_set.positives.take(queries), train_set.negatives.take(queries)
+    )

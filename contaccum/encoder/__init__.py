@@ -5,7 +5,13 @@ from pathlib import Path
 from contaccum.config import ENCODER_SETTINGS, EncoderConfig
 from contaccum.encoder.adapters import Adapters
 from contaccum.encoder.dual import DualEncoder
-from contaccum.encoder.folders import SETTINGS_FILE, TOWERS, EncoderSettings, make_settings, model_folder
+from contaccum.encoder.folders import (
+    SETTINGS_FILE,
+    TOWERS,
+    EncoderSettings,
+    make_settings,
+    model_folder,
+)
 from contaccum.encoder.tokenizer import wordpiece_tokenizer
 from contaccum.encoder.tower import Tower, pool, tiny_tower
 from contaccum.errors import InputError
@@ -29,10 +35,16 @@ __all__ = [
 
 
 def load_encoder(choice: EncoderConfig) -> DualEncoder:
-    """Load an encoder for computing vectors. ``choice`` has the name, the device and the precision of the encoder."""
+    """Load an encoder for computing vectors.
+
+    ``choice`` has the name, the device and the precision of the encoder.
+    """
     if choice.model == "bm25":
         raise InputError("--model bm25 has no vectors; this command needs an encoder")
-    options = {name: getattr(choice, name) for name in (*ENCODER_SETTINGS, "truncate_dim", "trust_remote_code")}
+    options = {
+        name: getattr(choice, name)
+        for name in (*ENCODER_SETTINGS, "truncate_dim", "trust_remote_code")
+    }
     dtype, device = torch_dtype(choice.precision), encoding_device(choice.device)
     return DualEncoder.load(choice.model, dtype=dtype, device=device, **options)
 
@@ -40,8 +52,8 @@ def load_encoder(choice: EncoderConfig) -> DualEncoder:
 def merge(model: str, output: str, trust_remote_code: bool = False) -> str:
     """Merge the LoRA adapters of a model into its weights, and save the result in the new folder ``output``.
 
-    model: folder or Hub name. A 4-bit or 8-bit base is converted to float32 first. The saved model computes the same vectors,
-    except for rounding errors. Returns ``output``.
+    model: folder or Hub name. A 4-bit or 8-bit base is converted to float32 first. The saved model
+    computes the same vectors, except for rounding errors. Returns ``output``.
     """
     if Path(output).exists():
         raise InputError(f"{output}: exists already; choose a new folder")

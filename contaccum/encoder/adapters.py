@@ -1,9 +1,11 @@
 """LoRA adapters for an encoder with frozen weights. The frozen encoder is called the base.
 
-LoRA is described by Hu et al. 2021, arXiv 2106.09685. The base may be quantized (QLoRA, arXiv 2305.14314).
+LoRA is described by Hu et al. 2021, arXiv 2106.09685. The base may be quantized (QLoRA, arXiv
+2305.14314).
 
-The folder of an adapter contains three special files. adapter_model.safetensors has the weights of the adapter.
-adapter_config.json has the name of the base. base.json has the hash and the quantization of the base.
+The folder of an adapter contains three special files. adapter_model.safetensors has the weights of
+the adapter. adapter_config.json has the name of the base. base.json has the hash and the
+quantization of the base.
 """
 
 import copy
@@ -30,7 +32,9 @@ from contaccum.runtime.hub import loading, optional_json
 
 WEIGHTS, ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"  # peft's name for all linear layers of a backbone
-LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.")  # matches the names of the weights of a layer
+LAYER = re.compile(
+    r"(^|\.)(layers?|h|blocks?)\.\d+\."
+)  # matches the names of the weights of a layer
 POOLER = r"(.*\.)?pooler\..*"  # matches the names of pooler layers, which contaccum does not use
 
 # hides warnings about optional kernels, and about the activation type of every 8-bit layer
@@ -54,7 +58,10 @@ class Adapters:
 def require(package: str, extra: str, what: str) -> None:
     """Raise InputError if ``package`` is missing. extra: pip extra that installs it. what: feature that needs it."""
     if importlib.util.find_spec(package) is None:
-        raise InputError(f"{what}: package {package} is missing. Install it with pip install 'contaccum[{extra}]'.")
+        raise InputError(
+            f"{what}: package {package} is missing. Install it with pip install "
+            f"'contaccum[{extra}]'."
+        )
 
 
 def load_backbone(
@@ -73,7 +80,9 @@ def load_backbone(
     """
     options: dict[str, Any] = {}
     if quantize == "none":
-        options["ignore_mismatched_sizes"] = True  # refuse_incomplete then names the tensors with a wrong shape
+        options["ignore_mismatched_sizes"] = (
+            True  # refuse_incomplete then names the tensors with a wrong shape
+        )
     else:
         require("bitsandbytes", "bitsandbytes", f"{quantize} quantization")
         if quantize == "8bit":
@@ -97,12 +106,17 @@ def load_backbone(
         **options,
     )
     refuse_incomplete(name, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"])
-    vars(backbone).pop("hf_device_map", None)  # otherwise save_pretrained splits the weights into several files
+    vars(backbone).pop(
+        "hf_device_map", None
+    )  # otherwise save_pretrained splits the weights into several files
     for module in backbone.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # otherwise the first evaluation repacks the weights permanently
+            module.support_avx512bf16_for_cpu = (
+                False  # otherwise the first evaluation repacks the weights permanently
+            )
         elif hasattr(module, "init_8bit_state"):
-            module.init_8bit_state()  # otherwise the first of two layers that share weights removes the scales of both
+            # otherwise the first of two layers that share weights removes the scales of both
+            module.init_8bit_state()
     return backbone
 
 
@@ -111,27 +125,33 @@ def refuse_incomplete(
 ) -> None:
     """Raise InputError if the weights of a model do not match its configuration.
 
-    missing: names of weights that the file lacks. Pooler weights are ignored, because contaccum uses no pooler. mismatched:
-    names of weights with a wrong shape. unexpected: names of weights in the file that the configuration does not have. They
-    are an error only in an encoder layer.
+    missing: names of weights that the file lacks. Pooler weights are ignored, because contaccum
+    uses no pooler. mismatched: names of weights with a wrong shape. unexpected: names of weights in
+    the file that the configuration does not have. They are an error only in an encoder layer.
     """
     problems = {
         "are missing": [key for key in missing if not re.fullmatch(POOLER, key)],
         # transformers names a tensor, or gives a tuple of its name and two shapes
         "have the wrong shape": [key if isinstance(key, str) else key[0] for key in mismatched],
-        "belong to layers that the configuration does not have": [key for key in unexpected if LAYER.search(key)],
+        "belong to layers that the configuration does not have": [
+            key for key in unexpected if LAYER.search(key)
+        ],
     }
     for problem, keys in problems.items():
         if keys:
             examples = ", ".join(sorted(keys)[:3]) + (", ..." if len(keys) > 3 else "")
             raise InputError(
-                f"{name}: {len(keys)} tensors {problem} ({examples}); the file must have the weights of every layer in the "
+                f"{name}: {len(keys)} tensors {problem} ({examples}); the file must have the "
+                "weights of every layer in the "
                 "configuration"
             )
 
 
 def clone_sharing_weights(backbone: Any) -> Any:
-    """Clone a backbone. The clone and the original use the same memory for their parameters and buffers."""
+    """Clone a backbone.
+
+    The clone and the original use the same memory for their parameters and buffers.
+    """
     shared = [*backbone.parameters(), *backbone.buffers()]
     for module in backbone.modules():  # layers of bitsandbytes
         if getattr(module, "quant_state", None) is not None:
@@ -147,9 +167,9 @@ def clone_sharing_weights(backbone: Any) -> Any:
 def add_adapter(backbone: Any, base: Base, config: AdapterConfig) -> None:
     """Freeze the weights of a backbone and add a new LoRA adapter to the backbone.
 
-    Before training, the adapter does not change the vectors. The initial weights of the adapter come from the global random
-    generator of torch. base: description of the backbone, which is saved with the adapter. Raises InputError if
-    ``config.target_modules`` match no layer.
+    Before training, the adapter does not change the vectors. The initial weights of the adapter
+    come from the global random generator of torch. base: description of the backbone, which is
+    saved with the adapter. Raises InputError if ``config.target_modules`` match no layer.
     """
     require("peft", "lora", "lora.rank above 0")
     from peft import LoraConfig
@@ -160,44 +180,76 @@ def add_adapter(backbone: Any, base: Base, config: AdapterConfig) -> None:
         lora_alpha=config.scale(),  # type: ignore[arg-type]  # peft takes any number
         lora_dropout=config.dropout,
         target_modules=wanted,
-        exclude_modules=POOLER if wanted == ALL_LINEAR and getattr(backbone, "pooler", None) is not None else None,
+        exclude_modules=POOLER
+        if wanted == ALL_LINEAR and getattr(backbone, "pooler", None) is not None
+        else None,
     )
     try:
         backbone.add_adapter(settings)
     except ValueError as error:
-        linear = {name.rpartition(".")[2] for name, part in backbone.named_modules() if isinstance(part, nn.Linear)}
+        linear = {
+            name.rpartition(".")[2]
+            for name, part in backbone.named_modules()
+            if isinstance(part, nn.Linear)
+        }
         names = ", ".join(sorted(linear)[:8])
         raise InputError(
-            f"lora.target_modules: {wanted} not found in {base.name}; use names of the encoder's linear layers, such as {names}"
+            f"lora.target_modules: {wanted} not found in {base.name}; use names of the encoder's "
+            f"linear layers, such as {names}"
         ) from error
     settings.base_model_name_or_path = base.name
     _adapter_to_float32(backbone)
 
 
 def load_adapter(backbone: Any, folder: str, subfolder: str) -> None:
-    """Add the adapter in ``subfolder`` of ``folder`` (local or on the Hub) to ``backbone``. The adapter stays trainable."""
+    """Add the adapter in ``subfolder`` of ``folder`` (local or on the Hub) to ``backbone``.
+
+    The adapter stays trainable.
+    """
     require("peft", "lora", f"{folder}: adapter")
-    if cached_file(folder, ADAPTER_WEIGHTS, subfolder=subfolder, _raise_exceptions_for_missing_entries=False) is None:
-        where = f"{folder}/{subfolder}".rstrip("/")  # transformers would unpickle adapter_model.bin instead
-        raise InputError(f"{where}: {ADAPTER_WEIGHTS} is missing; pickled adapter weights (.bin) are never loaded")
+    if (
+        cached_file(
+            folder,
+            ADAPTER_WEIGHTS,
+            subfolder=subfolder,
+            _raise_exceptions_for_missing_entries=False,
+        )
+        is None
+    ):
+        where = f"{folder}/{subfolder}".rstrip(
+            "/"
+        )  # transformers would unpickle adapter_model.bin instead
+        raise InputError(
+            f"{where}: {ADAPTER_WEIGHTS} is missing; pickled adapter weights (.bin) are never "
+            "loaded"
+        )
     if os.path.isdir(folder):  # transformers below 5.23 ignores the subfolder of a local folder
         folder, subfolder = os.path.join(folder, subfolder), ""
     conversions = getattr(backbone, "_weight_conversions", None)
     info = backbone.load_adapter(
-        folder, adapter_kwargs={"subfolder": subfolder}, is_trainable=True, ignore_mismatched_sizes=True
+        folder,
+        adapter_kwargs={"subfolder": subfolder},
+        is_trainable=True,
+        ignore_mismatched_sizes=True,
     )
     if any("lora_magnitude_vector" in key for key in info.missing_keys):
         raise InputError(
-            f"{folder}: adapter: transformers cannot load its DoRA weights. Merge it with merge_and_unload of peft, and use the "
+            f"{folder}: adapter: transformers cannot load its DoRA weights. Merge it with "
+            "merge_and_unload of peft, and use the "
             "result."
         )
     refuse_incomplete(f"{folder}: adapter", info.missing_keys, info.mismatched_keys)
-    backbone._weight_conversions = conversions  # otherwise saving applies the conversions of the adapter to the base
+    backbone._weight_conversions = (
+        conversions  # otherwise saving applies the conversions of the adapter to the base
+    )
     _adapter_to_float32(backbone)
 
 
 def _adapter_to_float32(backbone: Any) -> None:
-    """Convert the weights of the adapter to float32 if the base is quantized. Otherwise change nothing."""
+    """Convert the weights of the adapter to float32 if the base is quantized.
+
+    Otherwise change nothing.
+    """
     if getattr(backbone, "is_quantized", False):
         for parameter in backbone.parameters():
             if parameter.requires_grad:
@@ -210,7 +262,8 @@ def merge(backbone: Any) -> None:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     while True:
-        # the wrappers contain fully trained modules and tokens, and may contain LoRA layers: merge the outermost one first
+        # the wrappers contain fully trained modules and tokens, and may contain LoRA layers: merge
+        # the outermost one first
         wrapped = [
             (name, module)
             for name, module in backbone.named_modules()
@@ -223,7 +276,9 @@ def merge(backbone: Any) -> None:
             layer.merge(safe_merge=True)
             merged = layer.get_base_layer()
         else:
-            merged = layer.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)
+            merged = layer.unload_and_optionally_merge_module(
+                merge=True, safe_merge=True, adapter_names=None
+            )
         parent, _, child = name.rpartition(".")
         setattr(backbone.get_submodule(parent), child, merged)
     del backbone.peft_config
@@ -234,7 +289,8 @@ def merge(backbone: Any) -> None:
 def save_base(base: Base, folder: Path) -> None:
     """Write base.json into the folder of an adapter, and the name of the base into adapter_config.json.
 
-    The lists of strings in adapter_config.json are also sorted, so that equal adapters have equal files.
+    The lists of strings in adapter_config.json are also sorted, so that equal adapters have equal
+    files.
     """
     config = read_json(folder / ADAPTER_FILE, dict[str, Any])
     config["base_model_name_or_path"] = base.name
@@ -248,15 +304,16 @@ def save_base(base: Base, folder: Path) -> None:
 def base_of(name: str, subfolder: str, quantize: str) -> Base:
     """Return the name, the hash and the quantization of an encoder that gets a new adapter.
 
-    name: folder or Hub name of the encoder. A folder name becomes an absolute path. quantize: none, 4bit or 8bit. Raises
-    InputError for a subfolder of a Hub repository.
+    name: folder or Hub name of the encoder. A folder name becomes an absolute path. quantize: none,
+    4bit or 8bit. Raises InputError for a subfolder of a Hub repository.
     """
     folder = Path(name) / subfolder
     if folder.is_dir():
         name = str(folder.resolve())
     elif subfolder:
         raise InputError(
-            f"{name}: the base of an adapter cannot be a subfolder ({subfolder}) of a Hub repository. Download the encoder "
+            f"{name}: the base of an adapter cannot be a subfolder ({subfolder}) of a Hub "
+            "repository. Download the encoder "
             "and give its local folder."
         )
     return Base(name, hash_of(name), quantize)
@@ -269,7 +326,8 @@ def check_base(base: Base, name: str) -> None:
     found = hash_of(base.name)
     if found != base.sha256:
         raise InputError(
-            f"{name}: base {base.name} has SHA-256 {found}; the adapter was trained on a base with SHA-256 {base.sha256}. "
+            f"{name}: base {base.name} has SHA-256 {found}; the adapter was trained on a base with "
+            f"SHA-256 {base.sha256}. "
             "Restore the original base."
         )
 
@@ -283,6 +341,9 @@ def hash_of(name: str) -> str:
         with loading(name):
             path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
         if path is None:
-            raise InputError(f"{name}: {file} is missing; expected config.json and all safetensors weights of the base")
+            raise InputError(
+                f"{name}: {file} is missing; expected config.json and all safetensors weights of "
+                "the base"
+            )
         digest.update(f"{file} {sha256_of(path)}\n".encode())
     return digest.hexdigest()

@@ -1,7 +1,8 @@
 """DualEncoder, a model with a query tower and a passage tower.
 
-Each tower is saved in its own folder. ``AutoModel.from_pretrained`` and ``SentenceTransformer`` can load each of these
-folders. The file ``contaccum.json``, next to the two folders, has the settings of both towers.
+Each tower is saved in its own folder. ``AutoModel.from_pretrained`` and ``SentenceTransformer`` can
+load each of these folders. The file ``contaccum.json``, next to the two folders, has the settings
+of both towers.
 """
 
 import hashlib
@@ -22,24 +23,42 @@ from tqdm.auto import tqdm
 
 from contaccum.batch import ONE_TOKEN, MicroBatch, Tokens
 from contaccum.encoder.adapters import Adapters
-from contaccum.encoder.folders import NO_LIMIT, EncoderFiles, EncoderSettings, make_settings, model_folder, read_encoder
+from contaccum.encoder.folders import (
+    NO_LIMIT,
+    EncoderFiles,
+    EncoderSettings,
+    make_settings,
+    model_folder,
+    read_encoder,
+)
 from contaccum.encoder.kernels import ATTENTION, packed_linears
 from contaccum.encoder.saving import check_hashes, save_encoder, send_weights
 from contaccum.encoder.tokenizer import default_batch_tokens, encoding_lock, tokenized
-from contaccum.encoder.tower import Tower, TowerLoader, check_flash_attention, check_unpad, set_attention
+from contaccum.encoder.tower import (
+    Tower,
+    TowerLoader,
+    check_flash_attention,
+    check_unpad,
+    set_attention,
+)
 from contaccum.errors import InputError
 from contaccum.runtime.checks import require_texts
 from contaccum.runtime.files import whole_folder
 from contaccum.runtime.prefetch import prefetch
 from contaccum.runtime.processes import Processes
 
-PACK_FROM = 64  # minimum number of texts for packed linear layers; with fewer texts, packing takes longer than it saves
-# matches the names of module attributes that hold a dropout probability as a number, but not layerdrop
+# minimum number of texts for packed linear layers; with fewer texts, packing takes longer than it
+# saves
+PACK_FROM = 64
+# matches the names of module attributes that hold a dropout probability as a number, but not
+# layerdrop
 DROPOUT_NUMBER = re.compile("dropout|pdrop")
 
 
 class DualEncoder(nn.Module):
-    """Query tower and passage tower. The score of a query and a passage is the inner product of their vectors.
+    """Query tower and passage tower.
+
+    The score of a query and a passage is the inner product of their vectors.
 
     If the similarity is cosine, all vectors have the L2 norm 1.
     """
@@ -49,7 +68,8 @@ class DualEncoder(nn.Module):
         width = query_tower.dim
         if passage_tower.dim != width:
             raise InputError(
-                f"query tower has width {width}, passage tower {passage_tower.dim}; the widths must be equal"
+                f"query tower has width {width}, passage tower {passage_tower.dim}; the widths "
+                "must be equal"
             )
         self.query_tower = query_tower
         self.passage_tower = passage_tower
@@ -57,14 +77,18 @@ class DualEncoder(nn.Module):
         self.recomputes = False  # whether the backward pass recomputes activations
         self.group: Processes | None = None  # processes among which the weights are divided
         if self.dim > width:
-            raise InputError(f"truncate_dim is {self.dim}; expected at most {width}, the width of the encoder")
+            raise InputError(
+                f"truncate_dim is {self.dim}; expected at most {width}, the width of the encoder"
+            )
         for key, length, tower in (
             ("max_query_length", settings.max_query_length, query_tower),
             ("max_passage_length", settings.max_passage_length, passage_tower),
         ):
             least = tower.tokenizer.num_special_tokens_to_add() + 1
             if not least <= length <= tower.position_limit:
-                most = f"to {tower.position_limit} " if tower.position_limit < NO_LIMIT else "or more "
+                most = (
+                    f"to {tower.position_limit} " if tower.position_limit < NO_LIMIT else "or more "
+                )
                 raise InputError(f"{key} is {length}; expected {least} {most}tokens")
 
     @property
@@ -75,7 +99,10 @@ class DualEncoder(nn.Module):
 
     @property
     def towers(self) -> list[Tower]:
-        """List of the query tower and the passage tower. If the towers are tied, the list has one tower."""
+        """List of the query tower and the passage tower.
+
+        If the towers are tied, the list has one tower.
+        """
         return list(dict.fromkeys((self.query_tower, self.passage_tower)))
 
     @property
@@ -92,7 +119,9 @@ class DualEncoder(nn.Module):
     @property
     def device(self) -> torch.device:
         """Device of the forward passes. Sharded weights may be stored on the CPU."""
-        return next(self.query_tower.parameters()).device if self.group is None else self.group.device
+        return (
+            next(self.query_tower.parameters()).device if self.group is None else self.group.device
+        )
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the float32 embeddings of a micro-batch: queries (B, d) and passages (B, 1 + H, d)."""
@@ -101,7 +130,10 @@ class DualEncoder(nn.Module):
         return queries, passages.view(len(queries), -1, passages.shape[-1])
 
     def embed(self, tower: Tower, tokens: Tokens) -> Tensor:
-        """Return the float32 embeddings of n tokenized texts, (n, d). With cosine similarity, they have the L2 norm 1."""
+        """Return the float32 embeddings of n tokenized texts, (n, d).
+
+        With cosine similarity, they have the L2 norm 1.
+        """
         vectors = tower(tokens).float()[:, : self.dim]
         return F.normalize(vectors, dim=-1) if self.settings.similarity == "cosine" else vectors
 
@@ -115,28 +147,43 @@ class DualEncoder(nn.Module):
         finally:
             self.train(training)
 
-    def encode_queries(self, texts: list[str], batch_tokens: int | None = None, progress: bool = False) -> np.ndarray:
-        """Return the float32 embeddings of n queries, with shape (n, d). The query prefix is added to each text first.
+    def encode_queries(
+        self, texts: list[str], batch_tokens: int | None = None, progress: bool = False
+    ) -> np.ndarray:
+        """Return the float32 embeddings of n queries, with shape (n, d).
 
-        batch_tokens: maximum number of tokens in one forward pass, including padding. Default: 16384, but on a CPU at most 1024
-        per thread. progress: whether to show a progress bar. Raises InputError for invalid UTF-8, or if ``texts`` is one string.
+        The query prefix is added to each text first.
+
+        batch_tokens: maximum number of tokens in one forward pass, including padding. Default:
+        16384, but on a CPU at most 1024 per thread. progress: whether to show a progress bar.
+        Raises InputError for invalid UTF-8, or if ``texts`` is one string.
         """
         settings = self.settings
         texts = require_texts(texts, "query", settings.query_prefix)
-        return self._encode(self.query_tower, texts, settings.max_query_length, batch_tokens, progress)
+        return self._encode(
+            self.query_tower, texts, settings.max_query_length, batch_tokens, progress
+        )
 
-    def encode_passages(self, texts: list[str], batch_tokens: int | None = None, progress: bool = False) -> np.ndarray:
-        """Return the float32 embeddings of n passages with the passage prefix, (n, d). Arguments: as in ``encode_queries``."""
+    def encode_passages(
+        self, texts: list[str], batch_tokens: int | None = None, progress: bool = False
+    ) -> np.ndarray:
+        """Return the float32 embeddings of n passages with the passage prefix, (n, d).
+
+        Arguments: as in ``encode_queries``.
+        """
         settings = self.settings
         texts = require_texts(texts, "passage", settings.passage_prefix)
-        return self._encode(self.passage_tower, texts, settings.max_passage_length, batch_tokens, progress)
+        return self._encode(
+            self.passage_tower, texts, settings.max_passage_length, batch_tokens, progress
+        )
 
     @contextmanager
     def in_lockstep(self, kind: str) -> Iterator[None]:
         """Allow the processes to encode different numbers of batches inside the ``with`` block.
 
-        kind: tower that encodes the texts, ``query`` or ``passage``. With sharded weights, a forward pass needs all processes.
-        Therefore a process without more batches runs dummy passes until all processes have finished.
+        kind: tower that encodes the texts, ``query`` or ``passage``. With sharded weights, a
+        forward pass needs all processes. Therefore a process without more batches runs dummy passes
+        until all processes have finished.
         """
         yield
         while self.group is not None and self.group.largest(0):
@@ -144,7 +191,12 @@ class DualEncoder(nn.Module):
                 self.embed(getattr(self, f"{kind}_tower"), ONE_TOKEN.to(self.device))
 
     def _encode(
-        self, tower: Tower, texts: list[str], max_length: int, batch_tokens: int | None, progress: bool
+        self,
+        tower: Tower,
+        texts: list[str],
+        max_length: int,
+        batch_tokens: int | None,
+        progress: bool,
     ) -> np.ndarray:
         """Return the float32 embeddings of texts that already have their prefix, (n, d)."""
         budget = default_batch_tokens(self.device) if batch_tokens is None else batch_tokens
@@ -158,7 +210,9 @@ class DualEncoder(nn.Module):
             stack.enter_context(self.without_dropout())
             if len(texts) >= PACK_FROM and self.group is None:
                 stack.enter_context(packed_linears(tower.backbone))
-            bar = stack.enter_context(tqdm(total=len(texts), unit="text", disable=None if progress else True))
+            bar = stack.enter_context(
+                tqdm(total=len(texts), unit="text", disable=None if progress else True)
+            )
             tokens_of = tokenized(tower.tokenizer, texts, max_length, budget, tower.vocabulary)
             batches = stack.enter_context(closing(prefetch(tokens_of, depth=16)))
             cuda = self.device.type == "cuda"
@@ -169,7 +223,9 @@ class DualEncoder(nn.Module):
                 found = self.embed(tower, tokens.to(self.device)).to("cpu", non_blocking=cuda)
                 copied = torch.cuda.current_stream(self.device).record_event() if cuda else None
                 previous.append((indices, found, copied))
-                if len(previous) > 1:  # copy the vectors of a batch to the CPU while the GPU computes the next batch
+                if (
+                    len(previous) > 1
+                ):  # copy the vectors of a batch to the CPU while the GPU computes the next batch
                     _store(vectors, *previous.pop(0))
                 bar.update(len(indices))
             for batch in previous:
@@ -186,8 +242,11 @@ class DualEncoder(nn.Module):
         weights = {**tower.backbone.state_dict(), **tower.dense.state_dict(prefix="dense.")}
         for name, tensor in sorted(weights.items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        # every call of the tokenizer changes these settings; only the side of the truncation affects the tokens of a text
+            digest.update(
+                tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            )
+        # every call of the tokenizer changes these settings; only the side of the truncation
+        # affects the tokens of a text
         side = {"padding": None, "truncation": tower.tokenizer.truncation_side == "left" or None}
         tokenizer = json.loads(tower.tokenizer.backend_tokenizer.to_str()) | side
         digest.update(json.dumps(tokenizer, sort_keys=True).encode())
@@ -206,14 +265,19 @@ class DualEncoder(nn.Module):
             if isinstance(module, nn.Dropout) and ".lora_dropout." not in path:
                 module.p = probability
             for name, value in vars(module).items():
-                if DROPOUT_NUMBER.search(name) and isinstance(value, int | float) and not isinstance(value, bool):
+                if (
+                    DROPOUT_NUMBER.search(name)
+                    and isinstance(value, int | float)
+                    and not isinstance(value, bool)
+                ):
                     setattr(module, name, probability)
 
     def set_attention(self, name: str, unpad: bool = False) -> None:
         """Choose the implementation of attention in both backbones.
 
-        name: ``eager``, ``sdpa``, ``flash_attention_2``, or ``auto`` (transformers chooses). unpad: whether to compute without
-        padding. Raises InputError if the model type or the device does not support ``name`` or ``unpad``.
+        name: ``eager``, ``sdpa``, ``flash_attention_2``, or ``auto`` (transformers chooses). unpad:
+        whether to compute without padding. Raises InputError if the model type or the device does
+        not support ``name`` or ``unpad``.
         """
         if name == "flash_attention_2":
             check_flash_attention(self.device)
@@ -221,13 +285,17 @@ class DualEncoder(nn.Module):
             if unpad:
                 check_unpad(tower)
             tower.unpad = unpad
-            # unpadded passes use PyTorch's FlashAttention unless the package flash-attn is requested
+            # unpadded passes use PyTorch's FlashAttention unless the package flash-attn is
+            # requested
             chosen = ATTENTION if unpad and name != "flash_attention_2" else name
             if chosen != "auto":
                 set_attention(tower.backbone, chosen)
 
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """Set the precision of the matrix products in 4-bit layers. In other layers, autocast sets the precision."""
+        """Set the precision of the matrix products in 4-bit layers.
+
+        In other layers, autocast sets the precision.
+        """
         for layer in self.modules():
             if hasattr(layer, "compute_dtype"):
                 layer.compute_dtype = dtype  # type: ignore[assignment]
@@ -253,11 +321,13 @@ class DualEncoder(nn.Module):
     def no_grad_group_size(self, dropout: bool = True) -> int:
         """Return how many micro-batches can be encoded at once without gradients.
 
-        These micro-batches together need at most the memory of a training pass over one micro-batch: the training pass stores the
-        activations of every layer, but a pass without gradients stores one layer at a time.
+        These micro-batches together need at most the memory of a training pass over one
+        micro-batch: the training pass stores the activations of every layer, but a pass without
+        gradients stores one layer at a time.
 
-        The result is 1 with dropout, because each micro-batch has its own dropout noise, and with gradient checkpointing, because
-        a training pass then stores little more than one layer. dropout: whether passes without gradients use dropout.
+        The result is 1 with dropout, because each micro-batch has its own dropout noise, and with
+        gradient checkpointing, because a training pass then stores little more than one layer.
+        dropout: whether passes without gradients use dropout.
         """
         if (dropout and self.has_dropout()) or self.recomputes:
             return 1
@@ -267,7 +337,9 @@ class DualEncoder(nn.Module):
         """Save memory in training: compute activations again, with the same dropout noise, in the backward pass."""
         for tower in self.towers:
             backbone = tower.backbone  # transformers 5 renamed the method
-            enable = getattr(backbone, "activation_checkpointing_enable", backbone.gradient_checkpointing_enable)
+            enable = getattr(
+                backbone, "activation_checkpointing_enable", backbone.gradient_checkpointing_enable
+            )
             try:
                 enable({"use_reentrant": False})
             except ValueError as error:
@@ -280,7 +352,8 @@ class DualEncoder(nn.Module):
     def save(self, folder: str | Path) -> None:
         """Save both towers as one model in ``folder``. contaccum and sentence-transformers can load the model.
 
-        If an error occurs, no file is written. With sharded weights, all processes must call this function; process 0 writes.
+        If an error occurs, no file is written. With sharded weights, all processes must call this
+        function; process 0 writes.
         """
         if self.group is not None and not self.group.is_main:
             send_weights(self.towers)
@@ -304,13 +377,15 @@ class DualEncoder(nn.Module):
     ) -> "DualEncoder":
         """Load an encoder from a folder or from the Hub.
 
-        name: a run, a saved DualEncoder, a sentence-transformers model or a plain encoder. passage_name: encoder for the passage
-        tower; its settings for passages have priority over those of ``name``. None: the encoder in ``name``.
-        tie_towers: whether queries and passages use the same tower. If None: False if ``passage_name`` is given, else the value
-        saved with the encoder, or True if no value is saved. dtype, device: precision of the weights, and device of both towers.
-        adapters: options of new LoRA adapters. The other weights are then frozen. None: no new adapters. merge: whether to merge
-        the saved adapters into the base weights. Quantized base weights are dequantized first.
-        overrides: values for fields of EncoderSettings. A value of None changes nothing.
+        name: a run, a saved DualEncoder, a sentence-transformers model or a plain encoder.
+        passage_name: encoder for the passage tower; its settings for passages have priority over
+        those of ``name``. None: the encoder in ``name``. tie_towers: whether queries and passages
+        use the same tower. If None: False if ``passage_name`` is given, else the value saved with
+        the encoder, or True if no value is saved. dtype, device: precision of the weights, and
+        device of both towers. adapters: options of new LoRA adapters. The other weights are then
+        frozen. None: no new adapters. merge: whether to merge the saved adapters into the base
+        weights. Quantized base weights are dequantized first. overrides: values for fields of
+        EncoderSettings. A value of None changes nothing.
         """
         given = {key: value for key, value in overrides.items() if value is not None}
         name = model_folder(name)
@@ -322,24 +397,35 @@ class DualEncoder(nn.Module):
         settings = make_settings({**files.settings, **given, "tie_towers": tie_towers}, name)
         if tie_towers and passage_name is not None:
             raise InputError(
-                f"passage_name is {passage_name}, but the towers are tied. Remove passage_name, or set tie_towers to false."
+                f"passage_name is {passage_name}, but the towers are tied. Remove passage_name, or "
+                "set tie_towers to false."
             )
         if tie_towers and files.passage != files.query:
-            raise InputError(f"{name}: has two different encoders, which cannot be tied. Set tie_towers to false.")
+            raise InputError(
+                f"{name}: has two different encoders, which cannot be tied. Set tie_towers to "
+                "false."
+            )
         loader = TowerLoader(settings.pooling, trust_remote_code, dtype, adapters, merge, device)
         query_tower, passage_tower = loader.load_pair(files.query, files.passage, tie_towers)
-        # some folders state a length that the backbone does not support, and the default may be too long as well
+        # some folders state a length that the backbone does not support, and the default may be too
+        # long as well
         if "max_query_length" not in given:
-            settings = replace(settings, max_query_length=min(settings.max_query_length, query_tower.position_limit))
+            settings = replace(
+                settings,
+                max_query_length=min(settings.max_query_length, query_tower.position_limit),
+            )
         if "max_passage_length" not in given:
             settings = replace(
-                settings, max_passage_length=min(settings.max_passage_length, passage_tower.position_limit)
+                settings,
+                max_passage_length=min(settings.max_passage_length, passage_tower.position_limit),
             )
         check_hashes(name, files.sha256)
         return cls(query_tower, passage_tower, settings).to(device).eval()
 
 
-def _with_passage_tower(files: EncoderFiles, passage_name: str, given: dict[str, Any]) -> EncoderFiles:
+def _with_passage_tower(
+    files: EncoderFiles, passage_name: str, given: dict[str, Any]
+) -> EncoderFiles:
     """Return ``files`` with the passage tower of another encoder, and its settings for passages.
 
     passage_name: folder or Hub name of the other encoder. given: settings that the caller chose.
@@ -350,7 +436,8 @@ def _with_passage_tower(files: EncoderFiles, passage_name: str, given: dict[str,
         expected = files.settings.get(key, getattr(EncoderSettings, key))
         if key not in given and other.settings.get(key, expected) != expected:
             raise InputError(
-                f"{passage_name}: {key} is {expected} for queries and {other.settings[key]} for passages; they must be equal. "
+                f"{passage_name}: {key} is {expected} for queries and {other.settings[key]} for "
+                "passages; they must be equal. "
                 f"Set {key} (--model.{key})."
             )
     settings = dict(files.settings)
@@ -360,7 +447,9 @@ def _with_passage_tower(files: EncoderFiles, passage_name: str, given: dict[str,
     return files._replace(settings=settings, passage=other.passage)
 
 
-def _store(vectors: np.ndarray, indices: np.ndarray, found: Tensor, copied: "torch.cuda.Event | None") -> None:
+def _store(
+    vectors: np.ndarray, indices: np.ndarray, found: Tensor, copied: "torch.cuda.Event | None"
+) -> None:
     if copied is not None:
         copied.synchronize()
     vectors[indices] = found.numpy()

@@ -1,7 +1,10 @@
-"""Read the settings of an encoder and find the files of its towers. This module reads JSON files, but no weights.
+"""Read the settings of an encoder and find the files of its towers.
 
-An encoder can have one of three formats: a folder that DualEncoder.save wrote, a sentence-transformers model, or a plain
-transformers encoder. A sentence-transformers model may have a Router module, which older versions call Asym.
+This module reads JSON files, but no weights.
+
+An encoder can have one of three formats: a folder that DualEncoder.save wrote, a
+sentence-transformers model, or a plain transformers encoder. A sentence-transformers model may have
+a Router module, which older versions call Asym.
 """
 
 import os
@@ -20,16 +23,27 @@ from contaccum.runtime.hub import is_hub_name, optional_json
 
 SETTINGS_FILE = "contaccum.json"
 TOWERS = ("query_encoder", "passage_encoder")
-POOLING_FLAGS = {"cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens", "last": "pooling_mode_lasttoken"}
+POOLING_FLAGS = {
+    "cls": "pooling_mode_cls_token",
+    "mean": "pooling_mode_mean_tokens",
+    "last": "pooling_mode_lasttoken",
+}
 POOLINGS = tuple(POOLING_FLAGS)
 SIMILARITIES = ("cosine", "dot")
 SIDES = {"query": ("query",), "document": ("document", "passage", "corpus")}
-"""Names of prompts and routes in sentence-transformers models: for queries (``query``) and for passages (``document``)."""
+"""Names of prompts and routes in sentence-transformers models: for queries (``query``) and for
+passages (``document``)."""
 ADAPTER_FILE = "adapter_config.json"  # written by peft; contains the name of the base
 BASE_FILE = "base.json"  # written by contaccum; contains the hash and the quantization of the base
-MODEL_FILES = (SETTINGS_FILE, "modules.json", "config.json", ADAPTER_FILE)  # an encoder's folder has one of these
+MODEL_FILES = (
+    SETTINGS_FILE,
+    "modules.json",
+    "config.json",
+    ADAPTER_FILE,
+)  # an encoder's folder has one of these
 
-NO_LIMIT = 1_000_000  # maximum number of tokens or dimensions; a model_max_length of this or more means "no limit"
+# maximum number of tokens or dimensions; a model_max_length of this or more means "no limit"
+NO_LIMIT = 1_000_000
 Positive = Annotated[int, msgspec.Meta(ge=1, le=NO_LIMIT)]
 Prefix = Annotated[str, msgspec.Meta(max_length=100_000)]
 
@@ -46,7 +60,8 @@ class EncoderSettings:
     passage_prefix: Prefix = ""
     tie_towers: bool = False
     truncate_dim: Positive | None = None
-    """Number of dimensions to keep of each vector, counted from the first. None: keep all dimensions."""
+    """Number of dimensions to keep of each vector, counted from the first. None: keep all
+    dimensions."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +69,9 @@ class Base:
     """Encoder that an adapter was trained on."""
 
     name: str  # folder or Hub name
-    sha256: str | None = None  # SHA-256 of the encoder's files; None if contaccum did not write the adapter
+    sha256: str | None = (
+        None  # SHA-256 of the encoder's files; None if contaccum did not write the adapter
+    )
     quantize: str = "none"  # none, 4bit or 8bit
 
 
@@ -67,7 +84,8 @@ class TowerFiles:
     dense: tuple[str, ...] = ()  # folders of the Dense modules after pooling
     lower_case: bool = False  # whether to convert texts to lower case before the tokenizer
     base: Base | None = None  # encoder that the adapter was trained on; None without an adapter
-    plain: bool = False  # whether this is a plain encoder, without settings for pooling and end-of-text tokens
+    # whether this is a plain encoder, without settings for pooling and end-of-text tokens
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +102,9 @@ class EncoderFiles(NamedTuple):
     settings: dict[str, Any]  # values for fields of EncoderSettings
     query: TowerFiles
     passage: TowerFiles
-    sha256: dict[str, str] | None = None  # SHA-256 of each file with weights; keys are paths in the folder
+    sha256: dict[str, str] | None = (
+        None  # SHA-256 of each file with weights; keys are paths in the folder
+    )
 
 
 # Types of JSON files in the folder of an encoder. They have only the fields that contaccum uses.
@@ -139,12 +159,15 @@ def make_settings(values: dict[str, Any], source: str) -> EncoderSettings:
     """Check settings and return them as EncoderSettings. source: folder or Hub name, for error messages."""
     for key, allowed in (("pooling", POOLINGS), ("similarity", SIMILARITIES)):
         if key in values and values[key] not in allowed:
-            raise InputError(f"{source}: {key} is {values[key]!r}; expected one of {', '.join(allowed)}")
+            raise InputError(
+                f"{source}: {key} is {values[key]!r}; expected one of {', '.join(allowed)}"
+            )
     known = {field.name for field in fields(EncoderSettings)}
     unknown = sorted(values.keys() - known)
     if unknown:
         raise InputError(
-            f"{source}: {SETTINGS_FILE} or an argument has an unknown setting ({', '.join(unknown)}); known settings are "
+            f"{source}: {SETTINGS_FILE} or an argument has an unknown setting "
+            f"({', '.join(unknown)}); known settings are "
             f"{', '.join(sorted(known))}"
         )
     for key in ("query_prefix", "passage_prefix"):
@@ -155,8 +178,9 @@ def make_settings(values: dict[str, Any], source: str) -> EncoderSettings:
 def family_settings(name: str) -> dict[str, Any]:
     """Return the published settings of a model family, or an empty dictionary if the family is unknown.
 
-    name: folder or Hub name. The part after the last slash is compared with the patterns in families.json, and the first
-    pattern that matches is used. Settings in the folder of a model have priority over published settings.
+    name: folder or Hub name. The part after the last slash is compared with the patterns in
+    families.json, and the first pattern that matches is used. Settings in the folder of a model
+    have priority over published settings.
     """
     last_part = name.rstrip("/").rpartition("/")[2].lower()
     for family in read_json(Path(__file__).with_name("families.json")):
@@ -166,9 +190,12 @@ def family_settings(name: str) -> dict[str, Any]:
 
 
 def model_folder(name: str | Path) -> str:
-    """Return the folder of the trained model if ``name`` is the folder of a run. Otherwise return ``name``.
+    """Return the folder of the trained model if ``name`` is the folder of a run.
 
-    Raises InputError if ``name`` is a file, a run without a trained model, or neither a folder nor a valid Hub name.
+    Otherwise return ``name``.
+
+    Raises InputError if ``name`` is a file, a run without a trained model, or neither a folder nor
+    a valid Hub name.
     """
     refuse_url(name)
     text = os.fspath(name)
@@ -178,32 +205,41 @@ def model_folder(name: str | Path) -> str:
         files = os.listdir(text)
         if "config.yaml" in files and not any(file in files for file in MODEL_FILES):
             raise InputError(
-                f"{text}: this run has no model/ yet, because its training is not finished. Resume the training with contaccum "
+                f"{text}: this run has no model/ yet, because its training is not finished. Resume "
+                "the training with contaccum "
                 "train --resume, or use a folder in checkpoints/."
             )
         return text
     if os.path.exists(text) or not is_hub_name(text):
         found = "this is not a folder" if os.path.exists(text) else "no such folder"
-        raise InputError(f"{text}: {found}; expected the folder of a model or of a run, or a Hub name (owner/name)")
+        raise InputError(
+            f"{text}: {found}; expected the folder of a model or of a run, or a Hub name "
+            "(owner/name)"
+        )
     return text
 
 
 def read_encoder(name: str) -> EncoderFiles:
     """Read the settings of an encoder and find the files of both towers.
 
-    name: folder or Hub name of a saved DualEncoder, a sentence-transformers model or a plain transformers encoder. Raises
-    InputError if the encoder has modules that contaccum does not support.
+    name: folder or Hub name of a saved DualEncoder, a sentence-transformers model or a plain
+    transformers encoder. Raises InputError if the encoder has modules that contaccum does not
+    support.
     """
     saved = optional_json(name, SETTINGS_FILE, dict[str, Any], version=1)
     if saved is not None:
         saved.pop("format_version", None)
         hashes = check_type(saved.pop("sha256", {}), dict[str, str], f"{name}: sha256")
         query = _tower_files(name, _modules(name, TOWERS[0]))
-        passage = query if saved.get("tie_towers") else _tower_files(name, _modules(name, TOWERS[1]))
+        passage = (
+            query if saved.get("tie_towers") else _tower_files(name, _modules(name, TOWERS[1]))
+        )
         return EncoderFiles({"tie_towers": False, **saved}, query, passage, hashes)
     if optional_json(name, "modules.json", list[Module]) is None:
         plain = TowerFiles(name, base=_base(name, ""), plain=True)
-        config = optional_json(plain.base.name if plain.base else name, "config.json", ModelFile) or {}
+        config = (
+            optional_json(plain.base.name if plain.base else name, "config.json", ModelFile) or {}
+        )
         settings = family_settings(name)
         if decoder_only(config.get("model_type", "")):
             settings = {"pooling": "last", **settings}
@@ -218,9 +254,15 @@ def _read_sentence_transformers(name: str) -> EncoderFiles:
     for key in ("pooling", "similarity"):
         if query[key] != passage[key]:
             raise InputError(
-                f"{name}: {key} is {query[key]} for queries and {passage[key]} for passages; they must be equal"
+                f"{name}: {key} is {query[key]} for queries and {passage[key]} for passages; they "
+                "must be equal"
             )
-    settings = {**query, **passage, "tie_towers": query_files == passage_files, **_prefixes(name, about)}
+    settings = {
+        **query,
+        **passage,
+        "tie_towers": query_files == passage_files,
+        **_prefixes(name, about),
+    }
     if about.get("truncate_dim") is not None:
         settings["truncate_dim"] = about["truncate_dim"]
     return EncoderFiles(settings, query_files, passage_files)
@@ -229,14 +271,17 @@ def _read_sentence_transformers(name: str) -> EncoderFiles:
 def _prefixes(name: str, about: dict[str, Any]) -> dict[str, str]:
     """Return the query prefix and the passage prefix of a sentence-transformers model.
 
-    The query prefix is the first non-empty prompt for queries. The passage prefix is the first non-empty prompt for passages. If
-    all prompts are empty, the prefixes of the model family are returned. about: config_sentence_transformers.json.
+    The query prefix is the first non-empty prompt for queries. The passage prefix is the first
+    non-empty prompt for passages. If all prompts are empty, the prefixes of the model family are
+    returned. about: config_sentence_transformers.json.
     """
     prompts = about.get("prompts") or {}
     query_prompts = [prompts[key] for key in SIDES["query"] if prompts.get(key)]
     passage_prompts = [prompts[key] for key in SIDES["document"] if prompts.get(key)]
     if not query_prompts and not passage_prompts:
-        return {key: value for key, value in family_settings(name).items() if key.endswith("_prefix")}
+        return {
+            key: value for key, value in family_settings(name).items() if key.endswith("_prefix")
+        }
     return {
         "query_prefix": query_prompts[0] if query_prompts else "",
         "passage_prefix": passage_prompts[0] if passage_prompts else "",
@@ -244,9 +289,14 @@ def _prefixes(name: str, about: dict[str, Any]) -> dict[str, str]:
 
 
 def _modules(name: str, subfolder: str = "") -> list[Module]:
-    """Return the modules that modules.json lists. Without this file, the folder is one plain encoder."""
+    """Return the modules that modules.json lists.
+
+    Without this file, the folder is one plain encoder.
+    """
     listed = optional_json(name, _join(subfolder, "modules.json"), list[Module]) or [Module("", "")]
-    return [Module(module.type.rpartition(".")[2], _join(subfolder, module.path)) for module in listed]
+    return [
+        Module(module.type.rpartition(".")[2], _join(subfolder, module.path)) for module in listed
+    ]
 
 
 def _join(folder: str, path: str) -> str:
@@ -260,9 +310,13 @@ def _routed(name: str, router: Module, side: str) -> list[Module]:
     if not config:  # an Asym module
         config = optional_json(name, _join(router.path, "config.json"), RouterConfig)
     if not config:
-        raise InputError(f"{name}: {file} is missing; a {router.type} in modules.json needs this file")
+        raise InputError(
+            f"{name}: {file} is missing; a {router.type} in modules.json needs this file"
+        )
     structure = config.get("structure", {})
-    mapped = check_type(config.get("parameters", {}).get("route_mappings") or {}, dict[str, str], f"{name}/{file}")
+    mapped = check_type(
+        config.get("parameters", {}).get("route_mappings") or {}, dict[str, str], f"{name}/{file}"
+    )
     routes = []  # names of the routes that accept the texts, the most specific first
     for task in (*SIDES[side], None):
         for modality in ("text", None):
@@ -271,7 +325,10 @@ def _routed(name: str, router: Module, side: str) -> list[Module]:
                 routes.append(mapped[key])
     routes += [route for route in (*SIDES[side], "text") if route in structure]
     if not routes:
-        raise InputError(f"{name}: the {router.type} has the routes {', '.join(structure)}, but no route for {side}")
+        raise InputError(
+            f"{name}: the {router.type} has the routes {', '.join(structure)}, but no route for "
+            f"{side}"
+        )
     modules = []
     for path in structure.get(routes[0], []):
         kind = config.get("types", {}).get(path, "")
@@ -288,10 +345,13 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
         modules = [*_modules(name, modules[0].path), *modules[1:]]
     kinds = [module.type for module in modules]
     normalized = "Normalize" in kinds
-    expected = ["Transformer", "Pooling"] + ["Dense"] * kinds.count("Dense") + ["Normalize"] * normalized
+    expected = (
+        ["Transformer", "Pooling"] + ["Dense"] * kinds.count("Dense") + ["Normalize"] * normalized
+    )
     if kinds != expected:
         raise InputError(
-            f"{name}: modules are {', '.join(kinds)}; expected Transformer, Pooling, any number of Dense, and at most one "
+            f"{name}: modules are {', '.join(kinds)}; expected Transformer, Pooling, any number of "
+            "Dense, and at most one "
             "Normalize"
         )
     files = _tower_files(name, modules)
@@ -300,13 +360,16 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
     similarity = named.replace("dot_score", "dot").replace("cos_sim", "cosine")
     if similarity == "dot" and normalized and about.get("truncate_dim"):
         raise InputError(
-            f"{name}: truncate_dim is {about['truncate_dim']}, but similarity_fn_name is {about['similarity_fn_name']}. "
-            "Truncated vectors lose the L2 norm of 1. Set similarity_fn_name to cosine in config_sentence_transformers.json."
+            f"{name}: truncate_dim is {about['truncate_dim']}, but similarity_fn_name is "
+            f"{about['similarity_fn_name']}. "
+            "Truncated vectors lose the L2 norm of 1. Set similarity_fn_name to cosine in "
+            "config_sentence_transformers.json."
         )
     pooling = optional_json(name, _join(modules[1].path, "config.json"), dict[str, Any]) or {}
     if pooling.get("include_prompt") is False and any(_prefixes(name, about).values()):
         raise InputError(
-            f"{name}: pooling excludes the prompt (include_prompt is false); contaccum supports only pooling over all tokens"
+            f"{name}: pooling excludes the prompt (include_prompt is false); contaccum supports "
+            "only pooling over all tokens"
         )
     if similarity == "dot" and normalized:
         similarity = "cosine"  # inner products of unit vectors
@@ -330,15 +393,26 @@ def _tower_files(name: str, modules: list[Module]) -> TowerFiles:
 
 
 def _base(name: str, subfolder: str) -> Base | None:
-    """Return the encoder that the adapter in a folder was trained on. Return None if the folder has a full encoder."""
+    """Return the encoder that the adapter in a folder was trained on.
+
+    Return None if the folder has a full encoder.
+    """
     adapter = optional_json(name, _join(subfolder, ADAPTER_FILE), AdapterFile)
-    if adapter is None or optional_json(name, _join(subfolder, "config.json"), ModelFile) is not None:
+    if (
+        adapter is None
+        or optional_json(name, _join(subfolder, "config.json"), ModelFile) is not None
+    ):
         return None
     if adapter.get("peft_type", "LORA") != "LORA":
-        raise InputError(f"{name}: {ADAPTER_FILE} has peft_type {adapter['peft_type']}; expected LORA")
+        raise InputError(
+            f"{name}: {ADAPTER_FILE} has peft_type {adapter['peft_type']}; expected LORA"
+        )
     base = adapter.get("base_model_name_or_path")
     if not base:
-        raise InputError(f"{name}: {ADAPTER_FILE} has no base_model_name_or_path; expected the adapter's base model")
+        raise InputError(
+            f"{name}: {ADAPTER_FILE} has no base_model_name_or_path; expected the adapter's base "
+            "model"
+        )
     try:
         base = model_folder(base)
     except InputError as error:
@@ -349,7 +423,10 @@ def _base(name: str, subfolder: str) -> Base | None:
 
 def decoder_only(family: str) -> bool:
     """Return whether the model type ``family`` has a causal language model in transformers, but no masked one."""
-    causal, masked = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    causal, masked = (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
     return family in causal and family not in masked
 
 
@@ -367,18 +444,27 @@ def _max_length(name: str, subfolder: str, side: str) -> int | None:
     tokenizer = optional_json(name, _join(subfolder, "tokenizer_config.json"), ModelFile) or {}
     model = optional_json(name, _join(subfolder, "config.json"), ModelFile) or {}
     limits = [tokenizer.get("model_max_length"), model.get("max_position_embeddings")]
-    return min((int(limit) for limit in limits if limit is not None and 0 < limit < NO_LIMIT), default=None)
+    return min(
+        (int(limit) for limit in limits if limit is not None and 0 < limit < NO_LIMIT), default=None
+    )
 
 
 def _pooling(config: dict[str, Any], name: str) -> str:
     """Return cls, mean or last. config: 1_Pooling/config.json of a sentence-transformers model."""
-    mode = config.get("pooling_mode")  # newer files have the name of the mode, older files have a flag for each mode
+    mode = config.get(
+        "pooling_mode"
+    )  # newer files have the name of the mode, older files have a flag for each mode
     chosen = [
-        pooling for pooling, flag in POOLING_FLAGS.items() if config.get(flag) or mode in (pooling, f"{pooling}token")
+        pooling
+        for pooling, flag in POOLING_FLAGS.items()
+        if config.get(flag) or mode in (pooling, f"{pooling}token")
     ]
-    flags = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+    flags = [
+        key for key, value in config.items() if key.startswith("pooling_mode_") and value is True
+    ]
     if len(chosen) != 1 or len(flags) > 1:
         raise InputError(
-            f"{name}: the pooling configuration {config} is not supported; expected exactly one of {', '.join(POOLINGS)}"
+            f"{name}: the pooling configuration {config} is not supported; expected exactly one of "
+            f"{', '.join(POOLINGS)}"
         )
     return chosen[0]

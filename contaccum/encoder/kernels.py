@@ -1,8 +1,9 @@
 """Faster forward passes: attention without padding, and linear layers with packed weights on a CPU.
 
-Without padding, the tokens of all texts form one sequence. Only attention needs to know where each text begins. On a CPU,
-attention is computed for one text at a time. On CUDA, a variable-length kernel of PyTorch computes attention for all texts in
-one call. With `flash_attention_2`, transformers computes attention.
+Without padding, the tokens of all texts form one sequence. Only attention needs to know where each
+text begins. On a CPU, attention is computed for one text at a time. On CUDA, a variable-length
+kernel of PyTorch computes attention for all texts in one call. With `flash_attention_2`,
+transformers computes attention.
 """
 
 from collections.abc import Iterator
@@ -19,9 +20,12 @@ from transformers import AttentionInterface
 from contaccum.batch import Tokens
 
 ATTENTION = "contaccum_unpadded"  # name under which ``attend`` is registered in transformers
-PACKED_ROWS = 1024  # oneDNN chooses the layout of packed weights for inputs with this number of rows
+PACKED_ROWS = (
+    1024  # oneDNN chooses the layout of packed weights for inputs with this number of rows
+)
 
-# model types whose layers accept text bounds and token positions as arguments; tests cover all of them
+# model types whose layers accept text bounds and token positions as arguments; tests cover all of
+# them
 UNPADDED_FAMILIES = ("bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 # model types in which the first position id is the id of the padding token + 1
 PADDING_FIRST = (
@@ -49,8 +53,8 @@ def first_position(config: Any) -> int:
 def unpad(tokens: Tokens, first: int = 0) -> UnpaddedTokens:
     """Join n texts, padded on the right, into one sequence without padding.
 
-    first: position id of the first token of each text. This function does not wait for the GPU if ``tokens`` has a CPU copy of
-    the mask.
+    first: position id of the first token of each text. This function does not wait for the GPU if
+    ``tokens`` has a CPU copy of the mask.
     """
     mask = tokens.host_mask if tokens.host_mask is not None else tokens.attention_mask.cpu()
     device, (n, length) = tokens.input_ids.device, mask.shape
@@ -58,15 +62,22 @@ def unpad(tokens: Tokens, first: int = 0) -> UnpaddedTokens:
     total = int(lengths.sum())
     bounds = F.pad(lengths.cumsum(0), (1, 0)).int().to(device, non_blocking=True)  # (n + 1,)
     # computed on the device: copying more than 64 KiB of memory that is not page-locked may block
-    texts = torch.arange(n, device=device).repeat_interleave(bounds.diff(), output_size=total)  # (T,)
+    texts = torch.arange(n, device=device).repeat_interleave(
+        bounds.diff(), output_size=total
+    )  # (T,)
     positions = torch.arange(total, device=device) - bounds[texts]
     kept = texts * length + positions
     ids = tokens.input_ids.flatten()[kept]
-    return UnpaddedTokens(ids.unsqueeze(0), (positions + first).unsqueeze(0), kept, bounds, int(lengths.max()))
+    return UnpaddedTokens(
+        ids.unsqueeze(0), (positions + first).unsqueeze(0), kept, bounds, int(lengths.max())
+    )
 
 
 def token_states(backbone: Any, tokens: Tokens) -> Tensor:
-    """Return the vectors of all tokens, (n, length, d). The encoder skips padding tokens, and their vectors are zero."""
+    """Return the vectors of all tokens, (n, length, d).
+
+    The encoder skips padding tokens, and their vectors are zero.
+    """
     row = unpad(tokens, first_position(backbone.config))
     # transformers passes these arguments to ``attend``, or to its own FlashAttention
     bounds = {"cu_seq_lens_q": row.bounds, "cu_seq_lens_k": row.bounds}
@@ -74,7 +85,11 @@ def token_states(backbone: Any, tokens: Tokens) -> Tensor:
     output = backbone(input_ids=row.input_ids, position_ids=row.position_ids, **bounds, **longest)
     states = output.last_hidden_state.squeeze(0)  # (T, d)
     n, length = tokens.input_ids.shape
-    return states.new_zeros(n * length, states.shape[-1]).index_copy(0, row.kept, states).view(n, length, -1)
+    return (
+        states.new_zeros(n * length, states.shape[-1])
+        .index_copy(0, row.kept, states)
+        .view(n, length, -1)
+    )
 
 
 def attend(
@@ -89,9 +104,9 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute attention inside each text. transformers calls this function with these argument names.
 
-    query, key, value: vectors of all texts, with shape (1, heads, T, width). bounds: arguments from ``token_states`` with the
-    bounds of the texts and the length of the longest text. Returns a (1, T, heads, width) tensor, and None instead of the
-    attention weights.
+    query, key, value: vectors of all texts, with shape (1, heads, T, width). bounds: arguments from
+    ``token_states`` with the bounds of the texts and the length of the longest text. Returns a (1,
+    T, heads, width) tensor, and None instead of the attention weights.
     """
     assert attention_mask is None
     attention = varlen if query.is_cuda else by_text
@@ -102,19 +117,31 @@ def attend(
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
-def by_text(inputs: Inputs, dropout: float, scaling: float | None, bounds: Tensor, longest: int) -> Tensor:
-    """Compute attention inside each text, one text after the other. Return (T, heads, width). T: total number of tokens."""
+def by_text(
+    inputs: Inputs, dropout: float, scaling: float | None, bounds: Tensor, longest: int
+) -> Tensor:
+    """Compute attention inside each text, one text after the other.
+
+    Return (T, heads, width). T: total number of tokens.
+    """
     lengths = bounds.diff().tolist()
     texts = zip(*(tensor.split(lengths, 2) for tensor in inputs), strict=True)
-    outputs = [F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling) for q, k, v in texts]
+    outputs = [
+        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling)
+        for q, k, v in texts
+    ]
     return torch.cat(outputs, 2).squeeze(0).transpose(0, 1)
 
 
-def varlen(inputs: Inputs, dropout: float, scaling: float | None, bounds: Tensor, longest: int) -> Tensor:
-    """Compute attention inside each text on CUDA, in one call for all texts. Return a tensor with shape (T, heads, width).
+def varlen(
+    inputs: Inputs, dropout: float, scaling: float | None, bounds: Tensor, longest: int
+) -> Tensor:
+    """Compute attention inside each text on CUDA, in one call for all texts.
 
-    This function calls the kernels of PyTorch directly, for two reasons. torch.nn.attention.varlen does not support dropout,
-    and nested tensors need about 3 ms of CPU time in each layer.
+    Return a tensor with shape (T, heads, width).
+
+    This function calls the kernels of PyTorch directly, for two reasons. torch.nn.attention.varlen
+    does not support dropout, and nested tensors need about 3 ms of CPU time in each layer.
     """
     width = inputs[0].shape[-1]
     scale = width**-0.5 if scaling is None else scaling
@@ -123,10 +150,14 @@ def varlen(inputs: Inputs, dropout: float, scaling: float | None, bounds: Tensor
         q, k, v = (F.pad(each, (0, -width % 8)) for each in (q, k, v))
     texts = (bounds, bounds, longest, longest)
     if flash_supports(q):
-        output = torch.ops.aten._flash_attention_forward(q, k, v, *texts, dropout, False, False, scale=scale)[0]
+        output = torch.ops.aten._flash_attention_forward(
+            q, k, v, *texts, dropout, False, False, scale=scale
+        )[0]
     else:
         row = (each.unsqueeze(0) for each in (q, k, v))  # (1, T, heads, width)
-        found = torch.ops.aten._efficient_attention_forward(*row, None, *texts, dropout, 0, True, scale=scale)
+        found = torch.ops.aten._efficient_attention_forward(
+            *row, None, *texts, dropout, 0, True, scale=scale
+        )
         output = found[0].squeeze(0)
     return output[..., :width]
 
@@ -144,8 +175,9 @@ AttentionInterface.register(ATTENTION, attend)
 def attention_mask(tokens: Tokens, backbone: Any) -> Tensor | None:
     """Return the attention mask to pass to a backbone, or None on a GPU if no text has padding.
 
-    This function looks for padding in the CPU copy of the mask. transformers would look at the mask on the GPU and wait for it.
-    If possible, the mask is converted to a bias here (see ``padding_bias``). transformers would convert it in every layer.
+    This function looks for padding in the CPU copy of the mask. transformers would look at the mask
+    on the GPU and wait for it. If possible, the mask is converted to a bias here (see
+    ``padding_bias``). transformers would convert it in every layer.
     """
     mask, host, config = tokens.attention_mask, tokens.host_mask, backbone.config
     if host is None or mask.device.type == "cpu":
@@ -153,7 +185,9 @@ def attention_mask(tokens: Tokens, backbone: Any) -> Tensor | None:
     if host.all():
         return None
     ready = config._attn_implementation == "sdpa" and config.model_type in UNPADDED_FAMILIES
-    if not ready or getattr(config, "quantization_config", None) is not None:  # other model types make their own masks
+    if (
+        not ready or getattr(config, "quantization_config", None) is not None
+    ):  # other model types make their own masks
         return mask
     kind = mask.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -163,20 +197,27 @@ def attention_mask(tokens: Tokens, backbone: Any) -> Tensor | None:
 def padding_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values added to attention scores, (n, 1, 1, length): minus infinity for padding tokens, 0 for others."""
     hidden = (mask == 0)[:, None, None, :]
-    return torch.zeros(hidden.shape, dtype=dtype, device=mask.device).masked_fill_(hidden, -torch.inf)
+    return torch.zeros(hidden.shape, dtype=dtype, device=mask.device).masked_fill_(
+        hidden, -torch.inf
+    )
 
 
 @contextmanager
 def packed_linears(backbone: nn.Module) -> Iterator[None]:
     """Compute linear layers with oneDNN and packed weights inside the ``with`` block.
 
-    This applies to float32 layers on a CPU without autocast. Other layers do not change. By default PyTorch uses MKL, which
-    packs the weights in every call. On AMD processors, encoding with MKL takes 1.2 times as long. Inside the block,
-    these layers compute no gradients, and their weights must not change.
+    This applies to float32 layers on a CPU without autocast. Other layers do not change. By default
+    PyTorch uses MKL, which packs the weights in every call. On AMD processors, encoding with MKL
+    takes 1.2 times as long. Inside the block, these layers compute no gradients, and their weights
+    must not change.
     """
     usable = torch.backends.mkldnn.is_available() and not torch.is_autocast_enabled("cpu")
     layers = [module for module in backbone.modules() if usable and type(module) is nn.Linear]
-    layers = [layer for layer in layers if (layer.weight.device.type, layer.weight.dtype) == ("cpu", torch.float32)]
+    layers = [
+        layer
+        for layer in layers
+        if (layer.weight.device.type, layer.weight.dtype) == ("cpu", torch.float32)
+    ]
     for layer in layers:
         packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), PACKED_ROWS)
         layer.forward = partial(_packed_forward, packed, layer.bias)  # type: ignore[method-assign]

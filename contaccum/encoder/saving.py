@@ -26,10 +26,13 @@ from contaccum.errors import InputError
 from contaccum.runtime.files import sha256_of, write_json
 from contaccum.runtime.sharding import full, is_sharded, save_full
 
-MODULES = "sentence_transformers.models."  # package of the module classes; old and new versions accept this name
+# package of the module classes; old and new versions accept this name
+MODULES = "sentence_transformers.models."
 
 
-def save_encoder(query_tower: Tower, passage_tower: Tower, settings: EncoderSettings, folder: Path) -> None:
+def save_encoder(
+    query_tower: Tower, passage_tower: Tower, settings: EncoderSettings, folder: Path
+) -> None:
     """Write both towers, and the files that describe the whole model, into the empty folder ``folder``."""
     query_name, passage_name = TOWERS
     tied = passage_tower is query_tower
@@ -40,7 +43,9 @@ def save_encoder(query_tower: Tower, passage_tower: Tower, settings: EncoderSett
         _save_tower(passage_tower, folder / passage_name)
     query_length, passage_length = settings.max_query_length, settings.max_passage_length
     by_side = {}
-    if tied and query_length != passage_length:  # older versions of sentence-transformers ignore these two lengths
+    if (
+        tied and query_length != passage_length
+    ):  # older versions of sentence-transformers ignore these two lengths
         by_side = {"query_length": query_length, "document_length": passage_length}
     query_config = {"max_seq_length": query_length, "do_lower_case": False, **by_side}
     write_json(folder / query_name / "sentence_bert_config.json", query_config)
@@ -49,7 +54,8 @@ def save_encoder(query_tower: Tower, passage_tower: Tower, settings: EncoderSett
     write_json(folder / passage_name / "sentence_bert_config.json", passage_config)
     _write_model(folder / passage_name, _modules(passage_tower, settings), settings, "document")
 
-    # SentenceTransformer.encode treats texts as passages: tied towers use the passage folder with its maximum length
+    # SentenceTransformer.encode treats texts as passages: tied towers use the passage folder with
+    # its maximum length
     query_route = _routed(passage_name if tied else query_name, query_tower, settings)
     passage_route = _routed(passage_name, passage_tower, settings)
     router = {
@@ -59,15 +65,23 @@ def save_encoder(query_tower: Tower, passage_tower: Tower, settings: EncoderSett
     }
     write_json(folder / "router_config.json", router)
     _write_model(folder, {"": "Router"}, settings, "document")
-    hashes = {path.relative_to(folder).as_posix(): sha256_of(path) for path in sorted(folder.rglob("*.safetensors"))}
+    hashes = {
+        path.relative_to(folder).as_posix(): sha256_of(path)
+        for path in sorted(folder.rglob("*.safetensors"))
+    }
     write_json(folder / SETTINGS_FILE, {**asdict(settings), "sha256": hashes})
 
 
 def _routed(name: str, tower: Tower, settings: EncoderSettings) -> dict[str, str]:
     """Return path -> class of the modules that a route of the Router runs. name: folder of the tower."""
-    if tower.base is not None:  # sentence-transformers loads the base of an adapter only in a nested model
+    if (
+        tower.base is not None
+    ):  # sentence-transformers loads the base of an adapter only in a nested model
         return {name: "sentence_transformers.SentenceTransformer"}
-    return {f"{name}/{path}".rstrip("/"): MODULES + kind for path, kind in _modules(tower, settings).items()}
+    return {
+        f"{name}/{path}".rstrip("/"): MODULES + kind
+        for path, kind in _modules(tower, settings).items()
+    }
 
 
 def _modules(tower: Tower, settings: EncoderSettings) -> dict[str, str]:
@@ -80,11 +94,18 @@ def _modules(tower: Tower, settings: EncoderSettings) -> dict[str, str]:
     return modules
 
 
-def _write_model(folder: Path, modules: dict[str, str], settings: EncoderSettings, side: str) -> None:
-    """Write the modules and prompts of a sentence-transformers model. Default prompt: that of ``side`` (query or document)."""
+def _write_model(
+    folder: Path, modules: dict[str, str], settings: EncoderSettings, side: str
+) -> None:
+    """Write the modules and prompts of a sentence-transformers model.
+
+    Default prompt: that of ``side`` (query or document).
+    """
     rows: list[dict[str, Any]] = []
     for path, kind in modules.items():
-        rows.append({"idx": len(rows), "name": str(len(rows)), "path": path, "type": MODULES + kind})
+        rows.append(
+            {"idx": len(rows), "name": str(len(rows)), "path": path, "type": MODULES + kind}
+        )
     write_json(folder / "modules.json", rows)
     prompts = {"query": settings.query_prefix, "document": settings.passage_prefix}
     config: dict[str, Any] = {
@@ -98,7 +119,8 @@ def _write_model(folder: Path, modules: dict[str, str], settings: EncoderSetting
 
 
 def _save_tower(tower: Tower, folder: Path) -> None:
-    tower.tokenizer.backend_tokenizer.no_truncation()  # do not save the truncation and padding of earlier calls
+    # do not save the truncation and padding of earlier calls
+    tower.tokenizer.backend_tokenizer.no_truncation()
     tower.tokenizer.backend_tokenizer.no_padding()
     with quiet_transformers():
         save_backbone(tower, folder)
@@ -122,9 +144,12 @@ def _save_tower(tower: Tower, folder: Path) -> None:
 
 
 def save_backbone(tower: Tower, folder: Path | None) -> None:
-    """Save the weights and the configuration of a backbone. If it has an adapter, save only the adapter.
+    """Save the weights and the configuration of a backbone.
 
-    If the weights are sharded, all processes must call this function together. folder: None in a process that writes nothing.
+    If it has an adapter, save only the adapter.
+
+    If the weights are sharded, all processes must call this function together. folder: None in a
+    process that writes nothing.
     """
     backbone = tower.backbone
     if not is_sharded(tower):
@@ -133,7 +158,9 @@ def save_backbone(tower: Tower, folder: Path | None) -> None:
         trained = {name: each for name, each in backbone.named_parameters() if each.requires_grad}
         weights = {name: full(each.detach()).cpu() for name, each in trained.items()}
         if folder is not None:
-            quantizer = vars(backbone).pop("hf_quantizer", None)  # transformers would replace the given weights
+            quantizer = vars(backbone).pop(
+                "hf_quantizer", None
+            )  # transformers would replace the given weights
             backbone.save_pretrained(folder, state_dict=weights)
             backbone.hf_quantizer = quantizer
     else:
@@ -153,7 +180,8 @@ def send_weights(towers: list[Tower]) -> None:
 def check_hashes(name: str, hashes: dict[str, str] | None) -> None:
     """Raise InputError if a file with weights is missing or has changed since the model was saved.
 
-    Only a local folder is checked. hashes: SHA-256 of each file, by path in the folder. None: nothing is checked.
+    Only a local folder is checked. hashes: SHA-256 of each file, by path in the folder. None:
+    nothing is checked.
     """
     if not os.path.isdir(name):
         return
@@ -161,13 +189,18 @@ def check_hashes(name: str, hashes: dict[str, str] | None) -> None:
         path = os.path.join(name, file)
         if not os.path.isfile(path) or sha256_of(path) != expected:
             raise InputError(
-                f"{path}: the file is missing or has changed since the model was saved. Copy the model again; if you changed "
+                f"{path}: the file is missing or has changed since the model was saved. Copy the "
+                "model again; if you changed "
                 f"the weights, delete sha256 from {SETTINGS_FILE}."
             )
 
 
 def _link(source: str, target: str) -> None:
-    """Copy a file. A file with weights becomes a hard link if possible, because such files are never changed in place."""
+    """Copy a file.
+
+    A file with weights becomes a hard link if possible, because such files are never changed in
+    place.
+    """
     if source.endswith(".safetensors"):
         with suppress(OSError):  # this disk has no hard links
             os.link(source, target)

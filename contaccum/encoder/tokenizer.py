@@ -9,7 +9,15 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from contaccum.batch import Tokens, token_batches
@@ -19,7 +27,9 @@ from contaccum.runtime.checks import require_fast, require_known_ids
 from contaccum.runtime.hub import optional_json
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-WINDOW = 4096  # number of texts to sort by length together; a larger number means less padding, but a later first batch
+# number of texts to sort by length together; a larger number means less padding, but a later first
+# batch
+WINDOW = 4096
 # tokens per thread; at width 384 the output of the widest layer then has 6 MB and fits in the CPU
 # cache
 CPU_TOKENS = 1024
@@ -27,28 +37,45 @@ DEVICE_TOKENS = 16_384
 
 # not attributes of the encoders, because a lock cannot be copied
 _LOCKS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-os.register_at_fork(after_in_child=_LOCKS.clear)  # the thread that holds a lock does not exist in the child
+os.register_at_fork(
+    after_in_child=_LOCKS.clear
+)  # the thread that holds a lock does not exist in the child
 
 
 def encoding_lock(encoder: Any) -> Any:
-    """Return the lock of an encoder. Without it, threads change each other's truncation length and packed layers."""
+    """Return the lock of an encoder.
+
+    Without it, threads change each other's truncation length and packed layers.
+    """
     return _LOCKS.setdefault(encoder, Lock())
 
 
 def load_tokenizer(files: TowerFiles, trust_remote_code: bool) -> Any:
-    """Load the tokenizer of an encoder or adapter. If an adapter has no tokenizer, load the tokenizer of its base."""
+    """Load the tokenizer of an encoder or adapter.
+
+    If an adapter has no tokenizer, load the tokenizer of its base.
+    """
     name, subfolder = files.name, files.subfolder
-    if optional_json(name, f"{subfolder}/tokenizer_config.json".lstrip("/"), ModelFile) is None and files.base:
+    if (
+        optional_json(name, f"{subfolder}/tokenizer_config.json".lstrip("/"), ModelFile) is None
+        and files.base
+    ):
         name, subfolder = files.base.name, ""
-    tokenizer = AutoTokenizer.from_pretrained(name, subfolder=subfolder, trust_remote_code=trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(
+        name, subfolder=subfolder, trust_remote_code=trust_remote_code
+    )
     require_fast(tokenizer)
-    for key in ("is_local", "local_files_only"):  # options of this call only: they must not be saved with the tokenizer
+    for key in (
+        "is_local",
+        "local_files_only",
+    ):  # options of this call only: they must not be saved with the tokenizer
         tokenizer.init_kwargs.pop(key, None)
     if tokenizer.pad_token is None:  # decoder-only models: padding is masked, so any token works
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
         raise InputError(
-            f"{os.path.join(name, subfolder)}: the tokenizer has neither a padding token nor an end-of-text token. Set pad_token "
+            f"{os.path.join(name, subfolder)}: the tokenizer has neither a padding token nor an "
+            "end-of-text token. Set pad_token "
             "in tokenizer_config.json, or copy this file from the original model."
         )
     if files.lower_case:
@@ -98,8 +125,12 @@ def append_eos(tokenizer: Any) -> None:
     if end is None or tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"][-1]:
         return
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    state["post_processor"] = _with_end(state["post_processor"], end, tokenizer.convert_tokens_to_ids(end))
-    tokenizer.backend_tokenizer.post_processor = Tokenizer.from_str(json.dumps(state)).post_processor
+    state["post_processor"] = _with_end(
+        state["post_processor"], end, tokenizer.convert_tokens_to_ids(end)
+    )
+    tokenizer.backend_tokenizer.post_processor = Tokenizer.from_str(
+        json.dumps(state)
+    ).post_processor
     _save_as_changed(tokenizer)
 
 
@@ -117,16 +148,30 @@ def _with_end(processor: dict[str, Any] | None, end: str, number: int) -> dict[s
         return processor | longer | {"special_tokens": known}
     steps = [] if processor is None else processor.get("processors", [processor])
     if all(step["type"] != "TemplateProcessing" for step in steps):
-        text, second = ({"Sequence": {"id": name, "type_id": index}} for index, name in enumerate("AB"))
-        template = {"type": "TemplateProcessing", "single": [text], "pair": [text, second], "special_tokens": {}}
+        text, second = (
+            {"Sequence": {"id": name, "type_id": index}} for index, name in enumerate("AB")
+        )
+        template = {
+            "type": "TemplateProcessing",
+            "single": [text],
+            "pair": [text, second],
+            "special_tokens": {},
+        }
         steps = [*steps, template]
-    ended = [_with_end(step, end, number) if step["type"] == "TemplateProcessing" else step for step in steps]
+    ended = [
+        _with_end(step, end, number) if step["type"] == "TemplateProcessing" else step
+        for step in steps
+    ]
     return {"type": "Sequence", "processors": ended}
 
 
 def default_batch_tokens(device: torch.device) -> int:
     """Return the default of ``batch_tokens``, the maximum number of tokens in one forward pass."""
-    return min(CPU_TOKENS * torch.get_num_threads(), DEVICE_TOKENS) if device.type == "cpu" else DEVICE_TOKENS
+    return (
+        min(CPU_TOKENS * torch.get_num_threads(), DEVICE_TOKENS)
+        if device.type == "cpu"
+        else DEVICE_TOKENS
+    )
 
 
 def tokenized(
@@ -157,7 +202,9 @@ def tokenized(
 
 
 def wordpiece_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Learn a WordPiece vocabulary from texts. Return a tokenizer that works like the tokenizer of bert-base-uncased.
+    """Learn a WordPiece vocabulary from texts.
+
+    Return a tokenizer that works like the tokenizer of bert-base-uncased.
 
     vocabulary: maximum number of word pieces. The same texts always give the same vocabulary.
     """
@@ -169,10 +216,14 @@ def wordpiece_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedToke
     fixed = SPECIAL + letters + [f"##{letter}" for letter in letters]
     learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     learner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=fixed, show_progress=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocabulary, special_tokens=fixed, show_progress=False
+    )
     learner.train_from_iterator(lines, trainer)
 
-    tokenizer = Tokenizer(models.WordPiece(learner.get_vocab(with_added_tokens=True), unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordPiece(learner.get_vocab(with_added_tokens=True), unk_token="[UNK]")
+    )
     tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
@@ -180,5 +231,9 @@ def wordpiece_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedToke
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
     )
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+    names = dict(
+        zip(
+            ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True
+        )
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **names)

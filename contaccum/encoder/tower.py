@@ -20,24 +20,39 @@ from contaccum.batch import Tokens
 from contaccum.encoder import adapters as lora
 from contaccum.encoder.adapters import WEIGHTS, Adapters
 from contaccum.encoder.folders import NO_LIMIT, Base, ModelFile, Positive, TowerFiles, decoder_only
-from contaccum.encoder.kernels import UNPADDED_FAMILIES, attention_mask, first_position, token_states
-from contaccum.encoder.tokenizer import append_eos, check_vocabulary, load_tokenizer, wordpiece_tokenizer
+from contaccum.encoder.kernels import (
+    UNPADDED_FAMILIES,
+    attention_mask,
+    first_position,
+    token_states,
+)
+from contaccum.encoder.tokenizer import (
+    append_eos,
+    check_vocabulary,
+    load_tokenizer,
+    wordpiece_tokenizer,
+)
 from contaccum.errors import InputError, in_one_line, library_errors
 from contaccum.runtime.hub import loading, optional_json
 
-# model types whose vectors depend on padding, even with an attention mask; found by trying all text model types
+# model types whose vectors depend on padding, even with an attention mask; found by trying all text
+# model types
 PADDING_CHANGES_VECTORS = ("convbert", "cpmant", "fnet", "nystromformer", "yoso")
-BUCKET = 8  # on a GPU, padded lengths are rounded up to a multiple of this, for fewer shapes and aligned masks
+# on a GPU, padded lengths are rounded up to a multiple of this, for fewer shapes and aligned masks
+BUCKET = 8
 
 
 def pool(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
     """Combine the token vectors of each text (n, length, d) into one vector per text (n, d).
 
-    mask: (n, length), 0 for padding tokens, which are on the left or on the right, and 1 for other tokens.
-    pooling: cls (use the first token), last (use the last token) or mean (average of all tokens).
+    mask: (n, length), 0 for padding tokens, which are on the left or on the right, and 1 for other
+    tokens. pooling: cls (use the first token), last (use the last token) or mean (average of all
+    tokens).
     """
     if pooling == "mean":
-        wide = torch.promote_types(states.dtype, torch.float32)  # sums over long texts can overflow in float16
+        wide = torch.promote_types(
+            states.dtype, torch.float32
+        )  # sums over long texts can overflow in float16
         total = (states * mask.unsqueeze(-1).to(states.dtype)).sum(1, dtype=wide)  # (n, d)
         return (total / mask.sum(1, keepdim=True).clamp(min=1)).to(states.dtype)
     first = mask.argmax(1)  # (n,)
@@ -62,10 +77,18 @@ class Dense(nn.Module):
 
 
 class Tower(nn.Module):
-    """Model that computes one vector for each tokenized text. A tower has a backbone, pooling and Dense layers."""
+    """Model that computes one vector for each tokenized text.
+
+    A tower has a backbone, pooling and Dense layers.
+    """
 
     def __init__(
-        self, backbone: Any, tokenizer: Any, pooling: str, dense: Sequence[Dense] = (), base: Base | None = None
+        self,
+        backbone: Any,
+        tokenizer: Any,
+        pooling: str,
+        dense: Sequence[Dense] = (),
+        base: Base | None = None,
     ) -> None:
         """dense: layers after pooling. base: encoder that the LoRA adapter was added to; None if there is no adapter."""
         super().__init__()
@@ -75,15 +98,23 @@ class Tower(nn.Module):
         self.base = base
         self.dense: Any = nn.ModuleList(dense)
         limit = getattr(backbone.config, "max_position_embeddings", None)
-        self.position_limit = NO_LIMIT if limit is None or limit < 1 else limit - first_position(backbone.config)
-        """Maximum number of tokens of a text that the position embeddings allow. ``NO_LIMIT`` if they set no limit."""
+        self.position_limit = (
+            NO_LIMIT if limit is None or limit < 1 else limit - first_position(backbone.config)
+        )
+        """Maximum number of tokens of a text that the position embeddings allow. ``NO_LIMIT`` if
+        they set no limit."""
         self.vocabulary = word_embeddings(backbone)
-        """Number of word embeddings, which is larger than every token id. None: the backbone has no table of word embeddings."""
-        self.width = int(getattr(backbone.config, "word_embed_proj_dim", backbone.config.hidden_size))
-        """Number of dimensions of the token vectors. Some OPT models project them to ``word_embed_proj_dim`` dimensions."""
+        """Number of word embeddings, which is larger than every token id. None: the backbone has no
+        table of word embeddings."""
+        self.width = int(
+            getattr(backbone.config, "word_embed_proj_dim", backbone.config.hidden_size)
+        )
+        """Number of dimensions of the token vectors. Some OPT models project them to
+        ``word_embed_proj_dim`` dimensions."""
         self.unpad = False
         self.compiled: Callable[..., Any] | None = None
-        # contaccum does not use BERT's pooler; freezing the pooler saves memory for gradients and optimizer state
+        # contaccum does not use BERT's pooler; freezing the pooler saves memory for gradients and
+        # optimizer state
         if getattr(backbone, "pooler", None) is not None:
             backbone.pooler.requires_grad_(False)
         if base is not None:
@@ -104,20 +135,27 @@ class Tower(nn.Module):
 
     def forward(self, tokens: Tokens) -> Tensor:
         if tokens.input_ids.is_cuda:
-            # since torch 2.11, Hopper GPUs would use cuDNN attention, which builds a plan for each new shape (up to 0.4 s)
+            # since torch 2.11, Hopper GPUs would use cuDNN attention, which builds a plan for each
+            # new shape (up to 0.4 s)
             torch.backends.cuda.enable_cudnn_sdp(False)
-        compiled = self.compiled if self.training else None  # evaluation is too short to pay for compiling
+        compiled = (
+            self.compiled if self.training else None
+        )  # evaluation is too short to pay for compiling
         if self.unpad:
             states = token_states(self.backbone, tokens)  # (n, length, width)
         elif compiled is not None:
-            states = compiled(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask).last_hidden_state
+            states = compiled(
+                input_ids=tokens.input_ids, attention_mask=tokens.attention_mask
+            ).last_hidden_state
         else:
             if tokens.input_ids.device.type == "cpu":
                 mask: Tensor | None = tokens.attention_mask
             else:
                 tokens = self._rounded(tokens)
                 mask = attention_mask(tokens, self.backbone)
-            states = self.backbone(input_ids=tokens.input_ids, attention_mask=mask).last_hidden_state
+            states = self.backbone(
+                input_ids=tokens.input_ids, attention_mask=mask
+            ).last_hidden_state
         vectors = pool(states, tokens.attention_mask, self.pooling)  # (n, width)
         for layer in self.dense:
             vectors = layer(vectors)
@@ -161,9 +199,15 @@ class TowerLoader:
     device: torch.device | str | None = None
 
     def load_pair(self, query: TowerFiles, passage: TowerFiles, tied: bool) -> tuple[Tower, Tower]:
-        """Load both towers; tied towers are one object. Adapters on the same base share its weights in memory."""
+        """Load both towers; tied towers are one object.
+
+        Adapters on the same base share its weights in memory.
+        """
         if self.merge and query.base is None and passage.base is None:
-            raise InputError(f"{query.name}: has no adapter to merge; choose a model trained with lora.rank above 0")
+            raise InputError(
+                f"{query.name}: has no adapter to merge; choose a model trained with lora.rank "
+                "above 0"
+            )
         query_backbone = self.backbone(query)
         if tied:
             tower = self.tower(query, query_backbone)
@@ -182,7 +226,8 @@ class TowerLoader:
         if files.base:
             if self.adapters:
                 raise InputError(
-                    f"{files.name}: already has an adapter, and lora.rank above 0 would add a second one. Merge the "
+                    f"{files.name}: already has an adapter, and lora.rank above 0 would add a "
+                    "second one. Merge the "
                     "first one with contaccum merge, then train the result."
                 )
             lora.check_base(files.base, files.name)
@@ -191,10 +236,13 @@ class TowerLoader:
         config = optional_json(name, f"{subfolder}/config.json".lstrip("/"), ModelFile) or {}
         family = config.get("model_type", "")
         if family in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
-            raise InputError(f"{name}: {family} is an encoder-decoder; expected an encoder or a decoder")
+            raise InputError(
+                f"{name}: {family} is an encoder-decoder; expected an encoder or a decoder"
+            )
         if family == "dpr":
             raise InputError(
-                f"{name}: the model type dpr has no token vectors. Use a copy that was converted to the type bert, such as "
+                f"{name}: the model type dpr has no token vectors. Use a copy that was converted "
+                "to the type bert, such as "
                 "sentence-transformers/facebook-dpr-question_encoder-single-nq-base."
             )
         with loading(name), quiet_transformers():
@@ -211,26 +259,36 @@ class TowerLoader:
         family = backbone.config.model_type
         if family in PADDING_CHANGES_VECTORS:
             warnings.warn(
-                f"{name}: with the model type {family}, padding changes the vectors, so the vector of a text depends on the "
-                "other texts of its batch. Choose another encoder, or encode with batch_tokens 1, which needs no padding.",
+                f"{name}: with the model type {family}, padding changes the vectors, so the vector "
+                "of a text depends on the "
+                "other texts of its batch. Choose another encoder, or encode with batch_tokens 1, "
+                "which needs no padding.",
                 stacklevel=2,
             )
         if decoder_only(family):
-            backbone.config.use_cache = False  # the key-value cache is for generating text, which an encoder never does
+            backbone.config.use_cache = (
+                False  # the key-value cache is for generating text, which an encoder never does
+            )
         return backbone
 
     def tower(self, files: TowerFiles, backbone: Any) -> Tower:
-        """Load the adapter, the tokenizer and the Dense layers of a tower. Return the tower with these parts and ``backbone``."""
+        """Load the adapter, the tokenizer and the Dense layers of a tower.
+
+        Return the tower with these parts and ``backbone``.
+        """
         with loading(files.name), quiet_transformers():
             if files.base:
                 lora.load_adapter(backbone, files.name, files.subfolder)
             tokenizer = load_tokenizer(files, self.trust_remote_code)
         check_vocabulary(tokenizer, word_embeddings(backbone))
         decoder = decoder_only(backbone.config.model_type)
-        if decoder:  # no token attends to padding on the right, and positions start at the first token
+        if (
+            decoder
+        ):  # no token attends to padding on the right, and positions start at the first token
             tokenizer.padding_side = "right"
         if decoder and files.plain and self.pooling == "last":
-            # a sentence-transformers model or a saved encoder has a tokenizer that appends the token if it was trained with it
+            # a sentence-transformers model or a saved encoder has a tokenizer that appends the
+            # token if it was trained with it
             append_eos(tokenizer)
         dense = [load_dense(files.name, path, self.dtype) for path in files.dense]
         base = None if self.merge else files.base
@@ -264,31 +322,58 @@ def load_dense(name: str, subfolder: str, dtype: torch.dtype) -> Dense:
     """Load a Dense module of a sentence-transformers model from ``subfolder`` of the model."""
     where = f"{name}/{subfolder}"
     config = optional_json(name, f"{subfolder}/config.json", DenseConfig) or {}
-    if config.get("use_residual") or config.get("module_input_name", "sentence_embedding") != "sentence_embedding":
+    if (
+        config.get("use_residual")
+        or config.get("module_input_name", "sentence_embedding") != "sentence_embedding"
+    ):
         raise InputError(
-            f"{where}: unsupported Dense module; use_residual is true or module_input_name is not sentence_embedding"
+            f"{where}: unsupported Dense module; use_residual is true or module_input_name is not "
+            "sentence_embedding"
         )
-    path = cached_file(name, WEIGHTS, subfolder=subfolder, _raise_exceptions_for_missing_entries=False)
+    path = cached_file(
+        name, WEIGHTS, subfolder=subfolder, _raise_exceptions_for_missing_entries=False
+    )
     if path is None:
-        raise InputError(f"{where}: Dense module without {WEIGHTS}; weights must be in safetensors format")
+        raise InputError(
+            f"{where}: Dense module without {WEIGHTS}; weights must be in safetensors format"
+        )
     activation = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     # only classes of torch.nn, because a name from a file must not import code
-    kind = getattr(nn, activation.rpartition(".")[2], None) if activation.startswith("torch.nn.") else None
+    kind = (
+        getattr(nn, activation.rpartition(".")[2], None)
+        if activation.startswith("torch.nn.")
+        else None
+    )
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise InputError(f"{where}: activation_function is {activation!r}; expected the name of a torch.nn activation")
+        raise InputError(
+            f"{where}: activation_function is {activation!r}; expected the name of a torch.nn "
+            "activation"
+        )
     with library_errors(f"{where}: the Dense module could not be loaded", Exception):
-        layer = Dense(config["in_features"], config["out_features"], config.get("bias", True), kind())
+        layer = Dense(
+            config["in_features"], config["out_features"], config.get("bias", True), kind()
+        )
         layer.load_state_dict(load_file(path))
     return layer.to(dtype)
 
 
 def tiny_tower(
-    texts: Iterable[str], pooling: str, *, layers: int, width: int, vocabulary: int, max_length: int, seed: int
+    texts: Iterable[str],
+    pooling: str,
+    *,
+    layers: int,
+    width: int,
+    vocabulary: int,
+    max_length: int,
+    seed: int,
 ) -> Tower:
-    """Create a tower with a small BERT that has random weights. Its WordPiece vocabulary is learned from ``texts``.
+    """Create a tower with a small BERT that has random weights.
 
-    layers: number of layers. width: number of dimensions of the vectors. vocabulary: maximum number of word pieces.
-    max_length: maximum number of tokens of a text. seed: seed of the random weights.
+    Its WordPiece vocabulary is learned from ``texts``.
+
+    layers: number of layers. width: number of dimensions of the vectors. vocabulary: maximum number
+    of word pieces. max_length: maximum number of tokens of a text. seed: seed of the random
+    weights.
     """
     from transformers import BertConfig, BertModel
 
@@ -310,7 +395,10 @@ def tiny_tower(
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Hide progress bars and warnings of transformers inside the ``with`` block."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    verbosity, bars = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    )
     transformers_logging.set_verbosity(logging.ERROR)
     transformers_logging.disable_progress_bar()
     try:
@@ -322,7 +410,10 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def set_attention(backbone: Any, name: str) -> None:
-    """Choose the implementation of attention in a backbone. Raise InputError if the model type does not support ``name``."""
+    """Choose the implementation of attention in a backbone.
+
+    Raise InputError if the model type does not support ``name``.
+    """
     family = backbone.config.model_type
     reason = ""
     try:
@@ -332,7 +423,8 @@ def set_attention(backbone: Any, name: str) -> None:
         reason = f" ({in_one_line(error)})"
     if reason or backbone.config._attn_implementation != name:  # some model types ignore the call
         raise InputError(
-            f"model.attention is {name}, but the model type {family} does not support it{reason}. Use auto."
+            f"model.attention is {name}, but the model type {family} does not support it{reason}. "
+            "Use auto."
         )
 
 
@@ -340,8 +432,10 @@ def check_flash_attention(device: torch.device) -> None:
     """Raise InputError if ``device`` is not a CUDA device or if the package flash-attn is not installed."""
     if device.type != "cuda" or not is_flash_attn_2_available():
         raise InputError(
-            f"model.attention is flash_attention_2, which needs a CUDA device (found {device.type}) and the package flash-attn "
-            "(pip install flash-attn --no-build-isolation). Or use auto: PyTorch has its own FlashAttention."
+            "model.attention is flash_attention_2, which needs a CUDA device (found "
+            f"{device.type}) and the package flash-attn "
+            "(pip install flash-attn --no-build-isolation). Or use auto: PyTorch has its own "
+            "FlashAttention."
         )
 
 
@@ -351,7 +445,10 @@ def check_unpad(tower: Tower) -> None:
     if family not in UNPADDED_FAMILIES:
         supported = ", ".join(UNPADDED_FAMILIES)
         raise InputError(
-            f"model.unpad is true, but the model type is {family}; expected {supported}. Set model.unpad to false."
+            f"model.unpad is true, but the model type is {family}; expected {supported}. Set "
+            "model.unpad to false."
         )
     if tower.tokenizer.padding_side != "right":
-        raise InputError("model.unpad is true, but the tokenizer pads on the left. Set model.unpad to false.")
+        raise InputError(
+            "model.unpad is true, but the tokenizer pads on the left. Set model.unpad to false."
+        )

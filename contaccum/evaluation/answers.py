@@ -1,9 +1,11 @@
 """Compute the answer accuracy of DPR: the share of questions whose answer occurs in one of the first k passages.
 
-A passage contains an answer if its text (not its title) contains the tokens of the answer, one directly after the other. For this
-test, the text and the answer are normalized (Unicode NFD), split into words and single symbols, and lower-cased. In some data
-sets, such as CuratedTREC, an answer is a regular expression. A passage contains such an answer if the expression matches the
-text of the passage. Source: Karpukhin et al. 2020, "Dense Passage Retrieval", section 5, and the code of that paper.
+A passage contains an answer if its text (not its title) contains the tokens of the answer, one
+directly after the other. For this test, the text and the answer are normalized (Unicode NFD), split
+into words and single symbols, and lower-cased. In some data sets, such as CuratedTREC, an answer is
+a regular expression. A passage contains such an answer if the expression matches the text of the
+passage. Source: Karpukhin et al. 2020, "Dense Passage Retrieval", section 5, and the code of that
+paper.
 """
 
 import warnings
@@ -35,7 +37,9 @@ _FLAGS = regex.IGNORECASE | regex.UNICODE | regex.MULTILINE
 
 
 def token_string(text: str) -> str:
-    """Return the lower-cased tokens of a text, with a space before, between and after them. Return "" if there are none.
+    """Return the lower-cased tokens of a text, with a space before, between and after them.
+
+    Return "" if there are none.
 
     A substring search for an answer then matches whole tokens only.
     """
@@ -44,24 +48,34 @@ def token_string(text: str) -> str:
 
 
 def compile_answers(answers: Sequence[str]) -> "list[regex.Pattern[str]]":
-    """Compile the answers that are regular expressions. Leave out empty answers and invalid patterns."""
+    """Compile the answers that are regular expressions.
+
+    Leave out empty answers and invalid patterns.
+    """
     patterns = []
     for answer in answers:
         try:
             if answer:
                 patterns.append(regex.compile(normalize("NFD", answer), _FLAGS))
-        except (regex.error, ValueError):  # ValueError: a flag that contradicts _FLAGS, such as (?a)
+        except (
+            regex.error,
+            ValueError,
+        ):  # ValueError: a flag that contradicts _FLAGS, such as (?a)
             continue
     return patterns
 
 
 def matches(pattern: "regex.Pattern[str]", text: str, question_id: str) -> bool:
-    """Return whether a pattern matches a text. Raise InputError if the search takes longer than ``SECONDS_PER_MATCH``."""
+    """Return whether a pattern matches a text.
+
+    Raise InputError if the search takes longer than ``SECONDS_PER_MATCH``.
+    """
     try:
         return pattern.search(text, timeout=SECONDS_PER_MATCH) is not None
     except TimeoutError as error:
         raise InputError(
-            f"question {question_id}: its answer pattern {pattern.pattern!r} took more than {SECONDS_PER_MATCH:g} s on "
+            f"question {question_id}: its answer pattern {pattern.pattern!r} took more than "
+            f"{SECONDS_PER_MATCH:g} s on "
             "one passage. Simplify nested repetitions such as (a+)+."
         ) from error
 
@@ -76,9 +90,10 @@ def answer_accuracy(
 ) -> Metrics:
     """Compute the answer accuracy of a run: ``top5`` is the share of questions whose answer occurs in the first 5 passages.
 
-    run: its query ids are the positions of the questions in ``questions``, from 0. A question without passages counts as wrong.
-    match: ``string``, or ``regex`` if the answers are regular expressions. cutoffs: numbers of passages; 5 gives ``top5``.
-    Raises InputError if the corpus lacks a passage of the run, if no query id of the run is the position of a question, or if a
+    run: its query ids are the positions of the questions in ``questions``, from 0. A question
+    without passages counts as wrong. match: ``string``, or ``regex`` if the answers are regular
+    expressions. cutoffs: numbers of passages; 5 gives ``top5``. Raises InputError if the corpus
+    lacks a passage of the run, if no query id of the run is the position of a question, or if a
     pattern takes more than a second on one passage.
     """
     if match not in MATCHES:
@@ -86,22 +101,35 @@ def answer_accuracy(
     ids = [str(number) for number in range(len(questions))]
     if not set(run) & set(ids):
         raise InputError(
-            f"the run has none of the {len(questions)} questions; its query ids must be the positions of the questions, from 0"
+            f"the run has none of the {len(questions)} questions; its query ids must be the "
+            "positions of the questions, from 0"
         )
-    passages = {key: [passage_id for passage_id, _ in run.get(key, [])[: max(cutoffs)]] for key in ids}
+    passages = {
+        key: [passage_id for passage_id, _ in run.get(key, [])[: max(cutoffs)]] for key in ids
+    }
     row_of = rows_of(corpus, {passage_id for found in passages.values() for passage_id in found})
     per_query: dict[str, dict[str, float]] = {}
     unusable = 0  # number of answers that are no pattern
     texts: dict[str, str] = {}  # passage id -> text as the answers are compared with it
     for number, (key, question) in enumerate(
-        zip(tqdm(ids, desc="answers", unit="question", disable=None, leave=False), questions, strict=True)
+        zip(
+            tqdm(ids, desc="answers", unit="question", disable=None, leave=False),
+            questions,
+            strict=True,
+        )
     ):
         if number % QUESTIONS_AT_ONCE == 0:
             needed = sorted(
-                {passage_id for near in ids[number : number + QUESTIONS_AT_ONCE] for passage_id in passages[near]}
+                {
+                    passage_id
+                    for near in ids[number : number + QUESTIONS_AT_ONCE]
+                    for passage_id in passages[near]
+                }
             )
             read = corpus[[row_of[passage_id] for passage_id in needed]]["text"] if needed else []
-            normalized = [token_string(text) if match == "string" else normalize("NFD", text) for text in read]
+            normalized = [
+                token_string(text) if match == "string" else normalize("NFD", text) for text in read
+            ]
             texts = dict(zip(needed, normalized, strict=True))
         needles = [tokens for answer in question.answers if (tokens := token_string(answer))]
         patterns = compile_answers(question.answers) if match == "regex" else []
@@ -115,9 +143,15 @@ def answer_accuracy(
             if answered:
                 first_rank = rank
                 break
-        per_query[key] = {f"top{cutoff}": float(first_rank is not None and first_rank <= cutoff) for cutoff in cutoffs}
+        per_query[key] = {
+            f"top{cutoff}": float(first_rank is not None and first_rank <= cutoff)
+            for cutoff in cutoffs
+        }
     if unusable:
-        warnings.warn(f"{unusable} answers are empty or not a regular expression; they match no passage", stacklevel=2)
+        warnings.warn(
+            f"{unusable} answers are empty or not a regular expression; they match no passage",
+            stacklevel=2,
+        )
     return metrics_of(per_query)
 
 
@@ -135,13 +169,15 @@ def evaluate_questions(
 ) -> Metrics:
     """Search the passages for each question of a DPR file, and compute the answer accuracy.
 
-    questions, passages: names or paths of the two files. k: number of passages per question. Of the cutoffs 1, 5, 20 and
-    100, those above k are skipped. match: see ``answer_accuracy``. output: file to write the metrics to. model, group,
-    policy: see ``contaccum.search``.
+    questions, passages: names or paths of the two files. k: number of passages per question. Of the
+    cutoffs 1, 5, 20 and 100, those above k are skipped. match: see ``answer_accuracy``. output:
+    file to write the metrics to. model, group, policy: see ``contaccum.search``.
     """
     cutoffs = cutoffs_within(CUTOFFS, k)
     model = EncoderConfig.of(model)
-    refuse_input_as_output(output, questions, passages, model.model, settings.embeddings, settings.index_dir)
+    refuse_input_as_output(
+        output, questions, passages, model.model, settings.embeddings, settings.index_dir
+    )
     with group.main_first():
         read = open_dataset(questions, policy=policy).questions
         corpus = open_dataset(passages, policy=policy).corpus

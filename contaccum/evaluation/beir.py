@@ -22,7 +22,8 @@ MEASURES = {"NDCG": "ndcg", "MAP": "map", "Recall": "recall", "P": "precision", 
 class BeirEncoder:
     """Adapter to use a ``DualEncoder`` in scripts for BEIR: ``DenseRetrievalExactSearch(BeirEncoder(encoder))``.
 
-    The script must use ``score_function="dot"``. ``batch_size`` is ignored, because ``batch_tokens`` limits the size of a batch.
+    The script must use ``score_function="dot"``. ``batch_size`` is ignored, because
+    ``batch_tokens`` limits the size of a batch.
     """
 
     def __init__(self, encoder: "DualEncoder", batch_tokens: int | None = None) -> None:
@@ -33,9 +34,17 @@ class BeirEncoder:
         """Encode n queries; return the vectors (n, d)."""
         return torch.from_numpy(self.encoder.encode_queries(list(queries), self.batch_tokens))
 
-    def encode_corpus(self, corpus: Sequence[Mapping[str, str]], batch_size: int = 0, **_: Any) -> torch.Tensor:
-        """Encode n passages; return the vectors (n, d). A passage has the keys ``title`` and ``text``."""
-        texts = [Passage("", passage.get("title") or "", passage.get("text") or "").content for passage in corpus]
+    def encode_corpus(
+        self, corpus: Sequence[Mapping[str, str]], batch_size: int = 0, **_: Any
+    ) -> torch.Tensor:
+        """Encode n passages; return the vectors (n, d).
+
+        A passage has the keys ``title`` and ``text``.
+        """
+        texts = [
+            Passage("", passage.get("title") or "", passage.get("text") or "").content
+            for passage in corpus
+        ]
         return torch.from_numpy(self.encoder.encode_passages(texts, self.batch_tokens))
 
 
@@ -61,12 +70,18 @@ def evaluate_with_beir(
     with library_errors(f"{folder}: BEIR cannot load it", ValueError, KeyError, fix=fix):
         corpus, queries, qrels = GenericDataLoader(folder).load(split=split)
     if len(queries) < 2:
-        raise InputError(f"{folder}: the split {split} has {len(queries)} query; --evaluator beir needs at least 2")
+        raise InputError(
+            f"{folder}: the split {split} has {len(queries)} query; --evaluator beir needs at "
+            "least 2"
+        )
     search = DenseRetrievalExactSearch(BeirEncoder(encoder, batch_tokens))
     scorer = EvaluateRetrieval(search, cutoffs, score_function="dot")
     results = scorer.retrieve(corpus, queries)
     mean = {}
-    for values in (*scorer.evaluate(qrels, results, cutoffs), scorer.evaluate_custom(qrels, results, cutoffs, "mrr")):
+    for values in (
+        *scorer.evaluate(qrels, results, cutoffs),
+        scorer.evaluate_custom(qrels, results, cutoffs, "mrr"),
+    ):
         for name, value in values.items():
             measure, cutoff = name.split("@")
             mean[f"{MEASURES[measure]}@{cutoff}"] = value

@@ -37,7 +37,8 @@ class BenchmarkSet(NamedTuple):
     data: str  # name or path of the data set
     split: str
     row: str
-    """Name of the row in the table. The 12 forums of cqadupstack share one row, which shows their mean."""
+    """Name of the row in the table. The 12 forums of cqadupstack share one row, which shows their
+    mean."""
 
 
 def is_benchmark(data: str) -> bool:
@@ -59,7 +60,8 @@ def benchmark_sets(data: str, split: str) -> list[BenchmarkSet]:
             sets += [BenchmarkSet(f"{name}/{forum}", name_split, row) for forum in FORUMS]
         else:
             sets.append(BenchmarkSet(name, name_split, row))
-    # two folders with the same name would share a row; then each row gets the full path of its data set
+    # two folders with the same name would share a row; then each row gets the full path of its data
+    # set
     sources = set()  # the forums of cqadupstack share a row on purpose, so they count as one
     for benchmark_set in sets:
         forum = benchmark_set.row == "cqadupstack" and benchmark_set.data.startswith("cqadupstack/")
@@ -70,7 +72,9 @@ def benchmark_sets(data: str, split: str) -> list[BenchmarkSet]:
 
 
 def _names(data: str) -> list[str]:
-    """Split ``data`` at commas between names. Keep a comma between columns, as in ``hub:owner/name?query=q&pos=p&neg=a,b``.
+    """Split ``data`` at commas between names.
+
+    Keep a comma between columns, as in ``hub:owner/name?query=q&pos=p&neg=a,b``.
 
     Spaces around a name and empty names are ignored, as in ``scifact, nfcorpus,``.
     """
@@ -99,17 +103,26 @@ def evaluate_benchmark(
 ) -> dict[str, Any]:
     """Evaluate a retriever on several data sets; return the content of benchmark.json.
 
-    data: ``beir``, ``nanobeir``, or names separated by commas. output: folder for one file of metrics per data set, and for
-    benchmark.json. A data set whose file exists is not evaluated again. Raises InputError if that file has other settings.
-    Each data set gets its own folder in ``settings.embeddings`` and ``settings.index_dir``. Other arguments: see ``evaluate``.
+    data: ``beir``, ``nanobeir``, or names separated by commas. output: folder for one file of
+    metrics per data set, and for benchmark.json. A data set whose file exists is not evaluated
+    again. Raises InputError if that file has other settings. Each data set gets its own folder in
+    ``settings.embeddings`` and ``settings.index_dir``. Other arguments: see ``evaluate``.
     """
     model = EncoderConfig.of(model)
     if output is not None and os.fspath(output).lower().endswith(".json"):
-        raise InputError(f"--output is {output}; give a folder, because several data sets are written to several files")
+        raise InputError(
+            f"--output is {output}; give a folder, because several data sets are written to "
+            "several files"
+        )
     from contaccum.encoder import load_encoder
 
     # everything that changes the metrics; a finished file must have the same values
-    shared: dict[str, Any] = {"model": model.model, "encoder": BM25_NAME, "k": k, "relevance_level": relevance_level}
+    shared: dict[str, Any] = {
+        "model": model.model,
+        "encoder": BM25_NAME,
+        "k": k,
+        "relevance_level": relevance_level,
+    }
     shared |= {**asdict(policy), "evaluator": evaluator}
     encoder = None
     if model.model != BM25_NAME:
@@ -122,7 +135,9 @@ def evaluate_benchmark(
         if names.count(names[number]) > 1:  # for example a/b and a-b
             names[number] = quote(benchmark_set.data, safe="")
     files = [Path(output) / f"{name}.json" if output is not None else None for name in names]
-    with group.main_first():  # a wrong name or split is found before the first data set is evaluated
+    with (
+        group.main_first()
+    ):  # a wrong name or split is found before the first data set is evaluated
         for benchmark_set, file in zip(sets, files, strict=True):
             if file is None or not file.is_file():
                 open_dataset(benchmark_set.data, benchmark_set.split, policy).check()
@@ -163,14 +178,31 @@ def evaluate_benchmark(
 
 
 def data_digest(benchmark_set: BenchmarkSet) -> str | None:
-    """Return a SHA-256 of a local file or BEIR folder. Return None for a published data set, which does not change."""
+    """Return a SHA-256 of a local file or BEIR folder.
+
+    Return None for a published data set, which does not change.
+    """
     path = Path(benchmark_set.data)
-    if benchmark_set.data.startswith(HUB_PREFIX) and os.path.isdir(HubName.of(benchmark_set.data).repository):
-        path = fetch(benchmark_set.data, benchmark_set.split)  # the folder in the place of the Hub can change
+    if benchmark_set.data.startswith(HUB_PREFIX) and os.path.isdir(
+        HubName.of(benchmark_set.data).repository
+    ):
+        path = fetch(
+            benchmark_set.data, benchmark_set.split
+        )  # the folder in the place of the Hub can change
     if not os.path.exists(path):
         return None
-    names = ("corpus.jsonl", "queries.jsonl", "collection.tsv", "queries.tsv", f"qrels/{benchmark_set.split}.tsv")
-    files = [path / f"{name}{end}" for name in names for end in ("", ".gz")] if path.is_dir() else [path]
+    names = (
+        "corpus.jsonl",
+        "queries.jsonl",
+        "collection.tsv",
+        "queries.tsv",
+        f"qrels/{benchmark_set.split}.tsv",
+    )
+    files = (
+        [path / f"{name}{end}" for name in names for end in ("", ".gz")]
+        if path.is_dir()
+        else [path]
+    )
     digests = [[file.name, sha256_of(file)] for file in files if file.is_file()]
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
@@ -178,34 +210,44 @@ def data_digest(benchmark_set: BenchmarkSet) -> str | None:
 def benchmark_means(evaluated: Mapping[str, list[Metrics]]) -> dict[str, Any]:
     """Compute the rows of the benchmark table, and two means over the rows: one with MS MARCO and one without.
 
-    evaluated: row -> metrics of its data sets. A row of several data sets (cqadupstack) shows the means over them.
+    evaluated: row -> metrics of its data sets. A row of several data sets (cqadupstack) shows the
+    means over them.
     """
     names = list(next(iter(evaluated.values()))[0]["mean"])
     rows: dict[str, dict[str, float]] = {}
     for row, sets in evaluated.items():
-        rows[row] = {name: sum(metrics["mean"][name] for metrics in sets) / len(sets) for name in names}
+        rows[row] = {
+            name: sum(metrics["mean"][name] for metrics in sets) / len(sets) for name in names
+        }
         rows[row]["queries"] = sum(metrics["queries"] for metrics in sets)
     result: dict[str, Any] = {"rows": rows}
-    result["mean"] = {name: sum(values[name] for values in rows.values()) / len(rows) for name in names}
+    result["mean"] = {
+        name: sum(values[name] for values in rows.values()) / len(rows) for name in names
+    }
     others = [values for row, values in rows.items() if row != "msmarco"]
     if 0 < len(others) < len(rows):
-        result["mean_without_msmarco"] = {name: sum(values[name] for values in others) / len(others) for name in names}
+        result["mean_without_msmarco"] = {
+            name: sum(values[name] for values in others) / len(others) for name in names
+        }
     return result
 
 
 def _read_finished(file: Path, scored_with: Mapping[str, Any]) -> Any:
     """Return the metrics that an earlier call wrote to ``file``.
 
-    scored_with: name -> value, for all settings that change the metrics. Raises InputError if ``file`` has another value.
+    scored_with: name -> value, for all settings that change the metrics. Raises InputError if
+    ``file`` has another value.
     """
     metrics = read_metrics(file)
     for name, value in scored_with.items():
         if metrics.get(name) != value:
             raise InputError(
-                f"{file}: was scored with {name} {metrics.get(name)!r}; this call has {value!r}. Use another --output."
+                f"{file}: was scored with {name} {metrics.get(name)!r}; this call has {value!r}. "
+                "Use another --output."
             )
     if not isinstance(metrics.get("queries"), int):
         raise InputError(
-            f"{file}: the number of queries is missing; expected a file from `contaccum evaluate --output`"
+            f"{file}: the number of queries is missing; expected a file from `contaccum evaluate "
+            "--output`"
         )
     return metrics

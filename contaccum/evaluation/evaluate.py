@@ -9,7 +9,13 @@ from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.errors import InputError
 from contaccum.evaluation.beir import evaluate_with_beir
-from contaccum.evaluation.metrics import CUTOFFS, Metrics, cutoffs_within, evaluate_run, save_metrics
+from contaccum.evaluation.metrics import (
+    CUTOFFS,
+    Metrics,
+    cutoffs_within,
+    evaluate_run,
+    save_metrics,
+)
 from contaccum.retrieval.retriever import DEFAULTS, Retriever
 from contaccum.retrieval.runs import read_run
 from contaccum.runtime.checks import refuse_input_as_output
@@ -36,11 +42,13 @@ def evaluate(
 ) -> Metrics:
     """Search passages for the queries of a data set, and compute the metrics of the results.
 
-    model: an encoder, the name or config of an encoder, or ``bm25``. data: name or path of a data set (BEIR folder or file of
-    training examples), or a loaded data set. k: number of passages per query; metrics at cutoffs above k are not computed.
-    relevance_level: see ``evaluate_run``. output: file for the metrics (the means, and the values of every query). group,
-    policy: see ``contaccum.search``. evaluator: ``beir`` uses the loader, the exact search and the metrics of the library BEIR
-    instead of ours. Raises InputError for an option that ``beir`` does not support.
+    model: an encoder, the name or config of an encoder, or ``bm25``. data: name or path of a data
+    set (BEIR folder or file of training examples), or a loaded data set. k: number of passages per
+    query; metrics at cutoffs above k are not computed. relevance_level: see ``evaluate_run``.
+    output: file for the metrics (the means, and the values of every query). group, policy: see
+    ``contaccum.search``. evaluator: ``beir`` uses the loader, the exact search and the metrics of
+    the library BEIR instead of ours. Raises InputError for an option that ``beir`` does not
+    support.
     """
     cutoffs = cutoffs_within(CUTOFFS, k)
     name = model if isinstance(model, str | Path) else getattr(model, "model", None)
@@ -56,23 +64,32 @@ def evaluate(
                 retrieval_set = open_dataset(data, split, policy).retrieval_set
         retriever = Retriever.open(model, retrieval_set.corpus, settings, group)
         run = retriever.search(retrieval_set.queries, k, ignore_identical_ids=True)
-        metrics = evaluate_run(retrieval_set.qrels, run, cutoffs=cutoffs, relevance_level=relevance_level)
+        metrics = evaluate_run(
+            retrieval_set.qrels, run, cutoffs=cutoffs, relevance_level=relevance_level
+        )
     elif evaluator == "beir":
         if isinstance(data, RetrievalSet):
             raise InputError(
-                "data is a loaded data set; the beir evaluator needs the name or the folder of a BEIR data set"
+                "data is a loaded data set; the beir evaluator needs the name or the folder of a "
+                "BEIR data set"
             )
-        usual = {"relevance_level": 1, **asdict(replace(DEFAULTS, batch_tokens=settings.batch_tokens))}
+        usual = {
+            "relevance_level": 1,
+            **asdict(replace(DEFAULTS, batch_tokens=settings.batch_tokens)),
+        }
         usual |= asdict(DEFAULT_POLICY)
         options = {"relevance_level": relevance_level, **asdict(settings), **asdict(policy)}
         for option, value in options.items():
             if value != usual[option]:
                 raise InputError(
-                    f"{option} is {value!r}; evaluator beir supports only {usual[option]!r}. Leave the option out, or use "
+                    f"{option} is {value!r}; evaluator beir supports only {usual[option]!r}. Leave "
+                    "the option out, or use "
                     "evaluator contaccum."
                 )
         if group.world > 1:
-            raise InputError(f"--evaluator beir needs one process, but {group.world} were started; start one")
+            raise InputError(
+                f"--evaluator beir needs one process, but {group.world} were started; start one"
+            )
         metrics = evaluate_with_beir(model, data, split, cutoffs, settings.batch_tokens)
         about["evaluator"] = "beir"
     else:
@@ -89,9 +106,10 @@ def evaluate_run_file(
 ) -> Metrics:
     """Compute the metrics of a TREC run file. qrels: file of relevance judgements.
 
-    Cutoffs up to 10 are always used. A larger cutoff is used if the run has at least that many passages for at least one query.
-    If another query has fewer passages than the cutoff, the missing passages count as not relevant, as in trec_eval. Queries
-    without a relevant passage in ``qrels`` are left out with a warning; if ``policy`` is strict, such a query is an error.
+    Cutoffs up to 10 are always used. A larger cutoff is used if the run has at least that many
+    passages for at least one query. If another query has fewer passages than the cutoff, the
+    missing passages count as not relevant, as in trec_eval. Queries without a relevant passage in
+    ``qrels`` are left out with a warning; if ``policy`` is strict, such a query is an error.
     output: file to write the metrics to.
     """
     refuse_input_as_output(output, run, qrels)

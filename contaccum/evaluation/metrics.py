@@ -26,12 +26,16 @@ class _Means(TypedDict):
 
 
 class Metrics(_Means, total=False):
-    """Metrics of one TREC run (the rankings of all queries). The file metrics.json also names data set, split and model."""
+    """Metrics of one TREC run (the rankings of all queries).
+
+    The file metrics.json also names data set, split and model.
+    """
 
     per_query: dict[str, dict[str, float]]  # query id -> metric -> value
     queries: int  # number of queries
     first_passages: dict[str, dict[str, int]]
-    """Query id -> id of each of the first passages found, best first -> grade (0: not relevant, or not judged)."""
+    """Query id -> id of each of the first passages found, best first -> grade (0: not relevant, or
+    not judged)."""
 
 
 def evaluate_run(
@@ -44,26 +48,31 @@ def evaluate_run(
 ) -> Metrics:
     """Compute ndcg, map, recall, precision and mrr at every cutoff k, for each query and as means over the queries.
 
-    A passage is relevant if its grade is at least ``relevance_level``. R is the number of relevant passages of the query,
-    rel_r is 1 if the passage at rank r is relevant, else 0. A passage without a judgement has grade 0.
+    A passage is relevant if its grade is at least ``relevance_level``. R is the number of relevant
+    passages of the query, rel_r is 1 if the passage at rank r is relevant, else 0. A passage
+    without a judgement has grade 0.
 
-    - ndcg@k: DCG@k / (DCG@k of the best possible ranking), where DCG@k is the sum of grade_r / log2(r + 1) over r = 1 to k.
-      Source: Järvelin and Kekäläinen 2002, with the linear gain of trec_eval.
-    - map@k: mean of precision@r over all relevant passages, (1 / R) times the sum of rel_r * precision@r over r = 1 to k.
+    - ndcg@k: DCG@k / (DCG@k of the best possible ranking), where DCG@k is the sum of grade_r /
+      log2(r + 1) over r = 1 to k. Source: Järvelin and Kekäläinen 2002, with the linear gain of
+      trec_eval.
+    - map@k: mean of precision@r over all relevant passages, (1 / R) times the sum of rel_r *
+      precision@r over r = 1 to k.
     - recall@k: number of relevant passages up to rank k, divided by R.
     - precision@k: number of relevant passages up to rank k, divided by k.
-    - mrr@k: 1 / rank of the first relevant passage, or 0 if its rank is above k. Source: Voorhees 1999 (TREC-8 QA).
+    - mrr@k: 1 / rank of the first relevant passage, or 0 if its rank is above k. Source: Voorhees
+      1999 (TREC-8 QA).
 
-    pytrec_eval computes all but mrr. It sorts the passages as trec_eval does: by float32 score, highest first, and equal
-    scores by id, greatest first. mrr uses the order of the passages in the run, as BEIR does.
+    pytrec_eval computes all but mrr. It sorts the passages as trec_eval does: by float32 score,
+    highest first, and equal scores by id, greatest first. mrr uses the order of the passages in the
+    run, as BEIR does.
 
-    Args:
-        qrels: query id -> passage id -> grade. The means are over these queries. A query without passages in the run scores 0
+    Args: qrels: query id -> passage id -> grade. The means are over these queries. A query without
+        passages in the run scores 0
             in every metric, and a warning gives the number of these queries.
-        run: query id -> (passage id, score), best first. Queries that are not in ``qrels`` are ignored.
-        cutoffs: values of k.
-        ignore_identical_ids: remove a passage that has the same id as the query before scoring, as BEIR does.
-        relevance_level: lowest relevant grade in map, recall, precision and mrr. TREC Deep Learning uses 2. ndcg uses all
+        run: query id -> (passage id, score), best first. Queries that are not in ``qrels`` are
+        ignored. cutoffs: values of k. ignore_identical_ids: remove a passage that has the same id
+        as the query before scoring, as BEIR does. relevance_level: lowest relevant grade in map,
+        recall, precision and mrr. TREC Deep Learning uses 2. ndcg uses all
             grades.
 
     Raises InputError if ``qrels`` is empty, or if ``run`` and ``qrels`` have no query in common.
@@ -76,17 +85,25 @@ def evaluate_run(
     for query_id in qrels:
         if query_id in run:
             hits = run[query_id]
-            judged_run[query_id] = [hit for hit in hits if not ignore_identical_ids or hit[0] != query_id]
+            judged_run[query_id] = [
+                hit for hit in hits if not ignore_identical_ids or hit[0] != query_id
+            ]
     if run and not judged_run:
         raise InputError(
-            f"run and qrels have no query in common; for example, {next(iter(run))!r} is only in the run, and "
+            f"run and qrels have no query in common; for example, {next(iter(run))!r} is only in "
+            "the run, and "
             f"{next(iter(qrels))!r} only in the qrels"
         )
     if missing := sum(not judged_run.get(query_id) for query_id in qrels):
-        warnings.warn(f"{missing} of {len(qrels)} judged queries have no result; their metrics are 0", stacklevel=2)
+        warnings.warn(
+            f"{missing} of {len(qrels)} judged queries have no result; their metrics are 0",
+            stacklevel=2,
+        )
     names = {f"{measure}.{','.join(map(str, cutoffs))}" for measure in MEASURES.values()}
     evaluator = pytrec_eval.RelevanceEvaluator(
-        {query_id: dict(grades) for query_id, grades in qrels.items()}, names, relevance_level=relevance_level
+        {query_id: dict(grades) for query_id, grades in qrels.items()},
+        names,
+        relevance_level=relevance_level,
     )
     scores = evaluator.evaluate({query_id: dict(hits) for query_id, hits in judged_run.items()})
     per_query: dict[str, dict[str, float]] = {}
@@ -95,26 +112,37 @@ def evaluate_run(
         values = {}
         for name, measure in MEASURES.items():
             for cutoff in cutoffs:
-                values[f"{name}@{cutoff}"] = scores.get(query_id, {}).get(f"{measure}_{cutoff}", 0.0)
+                values[f"{name}@{cutoff}"] = scores.get(query_id, {}).get(
+                    f"{measure}_{cutoff}", 0.0
+                )
         first_rank = None
         for rank, (passage_id, _) in enumerate(judged_run.get(query_id, []), start=1):
             if grades.get(passage_id, 0) >= relevance_level:
                 first_rank = rank
                 break
         for cutoff in cutoffs:
-            values[f"mrr@{cutoff}"] = 1 / first_rank if first_rank is not None and first_rank <= cutoff else 0.0
+            values[f"mrr@{cutoff}"] = (
+                1 / first_rank if first_rank is not None and first_rank <= cutoff else 0.0
+            )
         per_query[query_id] = values
         first = judged_run.get(query_id, [])[:FIRST_PASSAGES]
-        first_passages[query_id] = {passage_id: grades.get(passage_id, 0) for passage_id, _ in first}
+        first_passages[query_id] = {
+            passage_id: grades.get(passage_id, 0) for passage_id, _ in first
+        }
     metrics = metrics_of(per_query)
     metrics["first_passages"] = first_passages
     return metrics
 
 
 def metrics_of(per_query: dict[str, dict[str, float]]) -> Metrics:
-    """Compute the means over queries. Return the means, the values of every query and the number of queries."""
+    """Compute the means over queries.
+
+    Return the means, the values of every query and the number of queries.
+    """
     names = next(iter(per_query.values()))
-    mean = {name: sum(values[name] for values in per_query.values()) / len(per_query) for name in names}
+    mean = {
+        name: sum(values[name] for values in per_query.values()) / len(per_query) for name in names
+    }
     return {"mean": mean, "per_query": per_query, "queries": len(per_query)}
 
 
@@ -126,21 +154,31 @@ def cutoffs_within(cutoffs: Sequence[int], k: int) -> list[int]:
 
 
 def save_metrics(metrics: Metrics, output: str | Path | None, about: Mapping[str, Any]) -> Metrics:
-    """Write metrics to the file ``output``, and return the metrics. If ``output`` is None, write nothing.
+    """Write metrics to the file ``output``, and return the metrics.
+
+    If ``output`` is None, write nothing.
 
     about: names of model, data set and split, to be written with the metrics.
     """
     if output is not None:
-        write_json(output, {**{name: value for name, value in about.items() if value is not None}, **metrics})
+        write_json(
+            output,
+            {**{name: value for name, value in about.items() if value is not None}, **metrics},
+        )
     return metrics
 
 
 def read_metrics(path: Path) -> dict[str, Any]:
-    """Read a file of metrics. Raise InputError if a mean or the value of a query is not a finite number."""
+    """Read a file of metrics.
+
+    Raise InputError if a mean or the value of a query is not a finite number.
+    """
     metrics: Metrics = read_json(path, Metrics)
     for where, values in {"mean": metrics["mean"], **metrics.get("per_query", {})}.items():
         if not all(map(isfinite, values.values())):
-            raise InputError(f"{path}: {where}: a value is NaN or infinite; expected finite numbers")
+            raise InputError(
+                f"{path}: {where}: a value is NaN or infinite; expected finite numbers"
+            )
     return {**read_json(path), **metrics}
 
 
@@ -154,7 +192,9 @@ def render_metrics(metrics: Metrics) -> str:
     header = " " * 10 + "".join(f"{'@' + cutoff:>9s}" for cutoff in cutoffs)
     rows = []
     for measure in measures:
-        rows.append(f"{measure:10s}" + "".join(f"{mean[f'{measure}@{cutoff}']:9.4f}" for cutoff in cutoffs))
+        rows.append(
+            f"{measure:10s}" + "".join(f"{mean[f'{measure}@{cutoff}']:9.4f}" for cutoff in cutoffs)
+        )
     return "\n".join([header, *rows, f"{metrics['queries']} queries"])
 
 
@@ -168,5 +208,7 @@ def render_benchmark(result: Mapping[str, Any]) -> str:
     lines = [f"{'':{width}s}" + "".join(f"{name:>12s}" for name in names) + f"{'queries':>9s}"]
     for row, values in rows.items():
         queries = f"{values['queries']:9d}" if "queries" in values else ""
-        lines.append(f"{row:{width}s}" + "".join(f"{values[name]:12.4f}" for name in names) + queries)
+        lines.append(
+            f"{row:{width}s}" + "".join(f"{values[name]:12.4f}" for name in names) + queries
+        )
     return "\n".join(lines)

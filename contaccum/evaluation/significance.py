@@ -1,8 +1,9 @@
 """Test whether two systems differ significantly on the same queries: paired tests, effect size, and Holm's correction.
 
-A system may be trained with several random seeds. The values of one query with different seeds are not independent, so they are
-averaged first. ``permutation_test`` and ``t_test`` then get one difference per query. The two tests show whether the difference
-between these trained models holds for other queries. ``over_both`` shows whether it holds for other queries and other seeds.
+A system may be trained with several random seeds. The values of one query with different seeds are
+not independent, so they are averaged first. ``permutation_test`` and ``t_test`` then get one
+difference per query. The two tests show whether the difference between these trained models holds
+for other queries. ``over_both`` shows whether it holds for other queries and other seeds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,39 +18,50 @@ from contaccum.errors import InputError
 RESAMPLES = 9999
 """Number of random sign flips. With n <= 13 queries, all 2^n sign flips are used instead."""
 BATCH = 256  # number of sign flips in memory at a time
-ROUNDING = 1e-12  # metrics are at most 1, so a smaller difference is a rounding error of means over seeds
+ROUNDING = (
+    1e-12  # metrics are at most 1, so a smaller difference is a rounding error of means over seeds
+)
 
 QueryScores = Mapping[str, Mapping[str, float]]
-"""Values of one trained model: query id -> measure -> value, as in ``per_query`` of metrics.json."""
+"""Values of one trained model: query id -> measure -> value, as in ``per_query`` of
+metrics.json.
+"""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of comparing two systems on the same queries. A difference is the first system minus the second."""
+    """Result of comparing two systems on the same queries.
+
+    A difference is the first system minus the second.
+    """
 
     difference: float
-    """Mean difference over queries. For each query, the values of a system are first averaged over seeds."""
+    """Mean difference over queries. For each query, the values of a system are first averaged over
+    seeds."""
     low: float
     """Lower end of the 95 % confidence interval of ``difference``, over queries, by Student's t."""
     high: float  # upper end of the confidence interval
     effect: float
-    """Cohen's d for paired values: mean of the differences / their standard deviation. 0 if all differences are equal."""
+    """Cohen's d for paired values: mean of the differences / their standard deviation. 0 if all
+    differences are equal."""
     wins: int  # number of queries on which the first system is better
     losses: int  # number of queries on which the first system is worse
     queries: int  # number of queries
     p_permutation: float  # two-sided p of the permutation test over queries
     p_t: float  # two-sided p of the t-test over queries
     p_both: float | None
-    """Two-sided p over queries and seeds, see ``over_both``. None: the systems have fewer than two common seeds."""
+    """Two-sided p over queries and seeds, see ``over_both``. None: the systems have fewer than two
+    common seeds."""
 
 
 def permutation_test(differences: ArrayLike, seed: int = 0) -> float:
     """Return the two-sided p of the paired permutation test. differences: one value per query, (n,).
 
-    A flip changes the signs of some differences. p is the share of flips whose mean is at least as far from 0 as the mean of the
-    given differences. With up to 13 differences, the test uses all flips, and p is exact. With more, it estimates p from 9,999
-    random flips. The given differences, with no sign changed, count as one more flip. seed: seed of the random flips. Sources:
-    Fisher 1935; for retrieval, Smucker, Allan and Carterette 2007.
+    A flip changes the signs of some differences. p is the share of flips whose mean is at least as
+    far from 0 as the mean of the given differences. With up to 13 differences, the test uses all
+    flips, and p is exact. With more, it estimates p from 9,999 random flips. The given differences,
+    with no sign changed, count as one more flip. seed: seed of the random flips. Sources: Fisher
+    1935; for retrieval, Smucker, Allan and Carterette 2007.
     """
     values = np.asarray(differences, dtype=np.float64)
     if not np.any(values) or len(values) == 1:  # with one value, every flip is equally far from 0
@@ -67,7 +79,10 @@ def permutation_test(differences: ArrayLike, seed: int = 0) -> float:
 
 
 def t_test(differences: ArrayLike) -> tuple[float, float]:
-    """Return t and the two-sided p of Student's paired t-test. If all differences are 0, return (0, 1). differences: (n,)."""
+    """Return t and the two-sided p of Student's paired t-test.
+
+    If all differences are 0, return (0, 1). differences: (n,).
+    """
     values = np.asarray(differences, dtype=np.float64)
     if not np.any(np.abs(values) >= ROUNDING):
         return 0.0, 1.0
@@ -82,23 +97,29 @@ def t_test(differences: ArrayLike) -> tuple[float, float]:
 def over_both(differences: ArrayLike) -> float:
     """Return the two-sided p of Clark's min F' test, which treats seeds and queries as random. differences: (seeds, queries).
 
-    F1 is t^2 of the t-test on the queries' means over seeds. F2 is t^2 of the t-test on the seeds' means over queries.
-    min F' = F1 F2 / (F1 + F2) has the distribution F(1, j), where j = (F1 + F2)^2 / (F1^2 / (seeds - 1) + F2^2 / (queries - 1)).
-    The test is conservative: p may be too large. Source: Clark 1973, "The language-as-fixed-effect fallacy".
+    F1 is t^2 of the t-test on the queries' means over seeds. F2 is t^2 of the t-test on the seeds'
+    means over queries. min F' = F1 F2 / (F1 + F2) has the distribution F(1, j), where j = (F1 +
+    F2)^2 / (F1^2 / (seeds - 1) + F2^2 / (queries - 1)). The test is conservative: p may be too
+    large. Source: Clark 1973, "The language-as-fixed-effect fallacy".
     """
     values = np.asarray(differences, dtype=np.float64)
     seeds, queries = values.shape
     first, second = t_test(values.mean(0))[0] ** 2, t_test(values.mean(1))[0] ** 2
     if not (first > 0 and second > 0):
         return 1.0
-    if np.isinf(first) or np.isinf(second):  # no variation over queries (seeds): test over the seeds (queries) only
+    if np.isinf(first) or np.isinf(
+        second
+    ):  # no variation over queries (seeds): test over the seeds (queries) only
         return t_test(values.mean(0))[1] if np.isinf(second) else t_test(values.mean(1))[1]
     freedom = (first + second) ** 2 / (first**2 / (seeds - 1) + second**2 / (queries - 1))
     return float(stats.f.sf(first * second / (first + second), 1, freedom))
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Correct the p values of several tests by Holm's step-down method (Holm 1979). Keep the order of ``values``."""
+    """Correct the p values of several tests by Holm's step-down method (Holm 1979).
+
+    Keep the order of ``values``.
+    """
     order = np.argsort(values, kind="stable")
     adjusted, highest = [0.0] * len(values), 0.0
     for rank, index in enumerate(order):
@@ -112,30 +133,38 @@ def compare(
 ) -> Comparison:
     """Compare two systems on the same queries by one measure, such as ndcg@10.
 
-    ours, theirs: training seed -> values of every query. A system without seeds has one key: None. Raises InputError if the
-    systems were scored on different queries, or if the values lack the measure.
+    ours, theirs: training seed -> values of every query. A system without seeds has one key: None.
+    Raises InputError if the systems were scored on different queries, or if the values lack the
+    measure.
     """
-    first = {seed: _values(scores, measure) for seed, scores in ours.items()}  # seed -> query id -> value
+    first = {
+        seed: _values(scores, measure) for seed, scores in ours.items()
+    }  # seed -> query id -> value
     second = {seed: _values(scores, measure) for seed, scores in theirs.items()}
     queries = sorted(next(iter(first.values())))
     for values in (*first.values(), *second.values()):
         if sorted(values) != queries:
             other = next(iter(set(values) ^ set(queries)))
             raise InputError(
-                f"the runs were evaluated on different queries: one run has {len(queries)} queries, another has "
+                f"the runs were evaluated on different queries: one run has {len(queries)} "
+                "queries, another has "
                 f"{len(values)}. For example, query {other!r} is in only one of these two runs."
             )
     one = {
         seed: np.array([values[query] for query in queries]) for seed, values in first.items()
     }  # arrays are (queries,)
     two = {seed: np.array([values[query] for query in queries]) for seed, values in second.items()}
-    differences = np.mean(list(one.values()), axis=0) - np.mean(list(two.values()), axis=0)  # (queries,)
+    differences = np.mean(list(one.values()), axis=0) - np.mean(
+        list(two.values()), axis=0
+    )  # (queries,)
     differences[np.abs(differences) < ROUNDING] = 0
     mean = float(differences.mean())
     deviation = float(differences.std(ddof=1)) if np.ptp(differences) >= ROUNDING else 0.0
     half_interval = float("inf")
     if len(queries) > 1:
-        half_interval = float(stats.t.ppf(0.975, len(queries) - 1)) * deviation / len(queries) ** 0.5
+        half_interval = (
+            float(stats.t.ppf(0.975, len(queries) - 1)) * deviation / len(queries) ** 0.5
+        )
     _, p_t = t_test(differences)
     # a system without seeds (such as BM25) is paired with every seed of the other system
     if None in one:
@@ -160,8 +189,10 @@ def compare(
 def render_comparison(found: Comparison, measure: str, against: str) -> str:
     """Return a comparison as one line of text. against: name of the second system."""
     return (
-        f"{measure} {found.difference:+.4f} against {against} (95 % interval {found.low:+.4f} to {found.high:+.4f}; better on "
-        f"{found.wins} and worse on {found.losses} of {found.queries} queries; p {_compared(found.p_permutation)} by "
+        f"{measure} {found.difference:+.4f} against {against} (95 % interval {found.low:+.4f} to "
+        f"{found.high:+.4f}; better on "
+        f"{found.wins} and worse on {found.losses} of {found.queries} queries; p "
+        f"{_compared(found.p_permutation)} by "
         f"permutation, p {_compared(found.p_t)} by t-test)"
     )
 

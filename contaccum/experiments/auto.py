@@ -31,7 +31,14 @@ from contaccum.data.retrieval_set import splits_of
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.metrics import read_metrics
 from contaccum.evaluation.significance import Comparison, compare
-from contaccum.experiments.auto_state import EVALUATIONS, FEWEST_STEPS, STATE_FILE, TUNING, State, parse_time
+from contaccum.experiments.auto_state import (
+    EVALUATIONS,
+    FEWEST_STEPS,
+    STATE_FILE,
+    TUNING,
+    State,
+    parse_time,
+)
 from contaccum.experiments.compare import Configure
 from contaccum.experiments.dev_set import hold_out, write_dev_set
 from contaccum.experiments.jobs import data_hashes, delete_weights, refuse_changed, run_job
@@ -71,7 +78,9 @@ DEV_QUERIES, DEV_PASSAGES = 300, 2000  # maximum size of the small dev set
 
 
 def run_auto(configure: Configure, options: AutoConfig) -> str:
-    """Run the unfinished stages and return the verdict. With ``dry_run``, only measure and return the plan.
+    """Run the unfinished stages and return the verdict.
+
+    With ``dry_run``, only measure and return the plan.
 
     Raises InputError for wrong settings or data. Raises Interrupted after a signal.
     """
@@ -81,7 +90,9 @@ def run_auto(configure: Configure, options: AutoConfig) -> str:
         try:
             return auto.run()
         except Interrupted as signal:
-            raise Interrupted(signal.exit_code - 128, "stopped; run the same command again to continue") from signal
+            raise Interrupted(
+                signal.exit_code - 128, "stopped; run the same command again to continue"
+            ) from signal
         finally:
             auto.state.save()
 
@@ -96,13 +107,17 @@ class Auto:
         if not base.output_dir:
             raise InputError("output_dir is not set; it must be the folder for the results")
         if base.data.mixture:
-            raise InputError("contaccum auto does not support data.mixture; set data.train to one data set")
+            raise InputError(
+                "contaccum auto does not support data.mixture; set data.train to one data set"
+            )
         values = flat(asdict(base))
         defaults = flat(asdict(TrainConfig()))
         ignored = [name for name in CHOSEN if values[name] != defaults[name]]
         if ignored:
             warnings.warn(
-                f"contaccum auto chooses these settings and ignores your values: {', '.join(ignored)}", stacklevel=2
+                "contaccum auto chooses these settings and ignores your values: "
+                f"{', '.join(ignored)}",
+                stacklevel=2,
             )
         self.base = base
         self.output = Path(base.output_dir)
@@ -117,8 +132,10 @@ class Auto:
         self.dev_source = (dev, base.data.dev_split) if dev else None
         if dev is None and base.distils:
             raise InputError(
-                f"loss.distillation is {base.loss.distillation}, so data.dev must be set. Without data.dev, contaccum auto "
-                "splits the training data into training and dev queries, and the split loses the teacher scores."
+                f"loss.distillation is {base.loss.distillation}, so data.dev must be set. Without "
+                "data.dev, contaccum auto "
+                "splits the training data into training and dev queries, and the split loses the "
+                "teacher scores."
             )
         test = options.test or (base.data.train if options.test_split in splits else None)
         self.test_source = (test, options.test_split) if test else None
@@ -153,7 +170,9 @@ class Auto:
         data = replace(config.data, dev=self.dev["data"], dev_split="dev")
         if (part := self.output / "data" / "train").is_dir():
             data = replace(data, train=str(part), split="train")
-        batch = replace(config.batch, micro_batch_tokens=None)  # --memory limits the number of pairs
+        batch = replace(
+            config.batch, micro_batch_tokens=None
+        )  # --memory limits the number of pairs
         return replace(config, data=data, batch=batch, output_dir=str(self.output / folder))
 
     def _divide(self) -> None:
@@ -177,7 +196,10 @@ class Auto:
             self.state.save()
 
     def _measure(self) -> None:
-        """Measure the time of a dev evaluation. For each method, measure the largest micro-batch and the time per pair."""
+        """Measure the time of a dev evaluation.
+
+        For each method, measure the largest micro-batch and the time per pair.
+        """
         seconds = self.state.seconds
         self._evaluate("untrained", "dev", self.dev)
         for recipe in RECIPES:
@@ -187,11 +209,14 @@ class Auto:
             config = self.config("dev", {**recipe, **self._batch(BATCHES[1])})
             validate(config)
             print(f"measuring {method}", file=sys.stderr)
-            Engine.free_memory()  # on a GPU, memory that this process keeps of earlier runs would count as that of other programs
+            # on a GPU, memory that this process keeps of earlier runs would count as that of other
+            # programs
+            Engine.free_memory()
             found = measure_micro_batch(config, self.memory)
             if found.size is None:
                 raise InputError(
-                    f"--memory is {self.options.memory}, but {method} needs {gigabytes(found.peak)} even with one pair at a "
+                    f"--memory is {self.options.memory}, but {method} needs "
+                    f"{gigabytes(found.peak)} even with one pair at a "
                     "time. Lower model.max_passage_length, set lora.rank, or raise --memory."
                 )
             self.state.sizes[method] = found.size
@@ -209,24 +234,32 @@ class Auto:
         folder = self.output / name
         if folder.is_dir():
             remove_folder(folder)
-        config = self._run_config(name, {**recipe, **self._batch(BATCHES[0])}, FEWEST_STEPS, evaluations=0)
+        config = self._run_config(
+            name, {**recipe, **self._batch(BATCHES[0])}, FEWEST_STEPS, evaluations=0
+        )
         began = time.monotonic()
         run_job("run", config, None)
         steps = [line["seconds"] for line in read_log(folder) if "loss" in line]
         outside = time.monotonic() - began - sum(steps)
         self.state.seconds["run"] = max(outside, self.state.seconds.get("run", 0.0))
         delete_weights(folder)
-        return statistics.median(steps[len(steps) // 2 :]) / BATCHES[0]  # the first steps are slower
+        return (
+            statistics.median(steps[len(steps) // 2 :]) / BATCHES[0]
+        )  # the first steps are slower
 
     def _batch(self, pairs: int) -> dict[str, str]:
         return {"batch.global_batch_size": str(pairs), "bank.size": str(4 * pairs)}
 
     def _candidates(self) -> list[Values]:
         """Return the combinations of settings from which tuning chooses, the most promising first."""
-        batches = [pairs for pairs in BATCHES if pairs * FEWEST_STEPS <= self._queries] or [BATCHES[0]]
+        batches = [pairs for pairs in BATCHES if pairs * FEWEST_STEPS <= self._queries] or [
+            BATCHES[0]
+        ]
         rate = self.base.optim.learning_rate
         return [
-            tuple({**recipe, **self._batch(pairs), "optim.learning_rate": repr(rate * factor)}.items())
+            tuple(
+                {**recipe, **self._batch(pairs), "optim.learning_rate": repr(rate * factor)}.items()
+            )
             for factor in RATES
             for pairs in batches
             for recipe in RECIPES
@@ -248,8 +281,10 @@ class Auto:
         left = self.state.seconds_left(self.total) - (TUNING * self.total if tuning else 0)
         if left <= 0:
             raise InputError(
-                f"--time is {self.options.time}, but it leaves no time to train: the measurements took "
-                f"{duration(self.state.elapsed)}, and the evaluations need {duration(self.state.evaluation_seconds)}. Use a "
+                f"--time is {self.options.time}, but it leaves no time to train: the measurements "
+                "took "
+                f"{duration(self.state.elapsed)}, and the evaluations need "
+                f"{duration(self.state.evaluation_seconds)}. Use a "
                 "longer time and another folder."
             )
 
@@ -257,9 +292,16 @@ class Auto:
         """Choose the candidate with the best dev metric by successive halving."""
         if self.state.chosen:
             return
-        tuned = Tuned(Variant("auto", "cont_accum", (), tuple(candidates)), rung_shares(len(candidates), None))
+        tuned = Tuned(
+            Variant("auto", "cont_accum", (), tuple(candidates)), rung_shares(len(candidates), None)
+        )
         if len(candidates) > 1:
-            tune([tuned], lambda runs: [self._dev_score(values, float(share) * budget) for _, values, share in runs])
+            tune(
+                [tuned],
+                lambda runs: [
+                    self._dev_score(values, float(share) * budget) for _, values, share in runs
+                ],
+            )
         best = candidates[0]
         for scores in tuned.rungs:
             if scores:  # the last rung with a successful run decides
@@ -273,8 +315,12 @@ class Auto:
         Return None if training fails, for example at a high learning rate, or if the tuning time is
         used up.
         """
-        steps = max(1, min(self._most_steps(values), int(seconds / self.state.step_seconds(values))))
-        config = self._run_config(f"tune/{named('run', values)}-{steps}", dict(values), steps, evaluations=0)
+        steps = max(
+            1, min(self._most_steps(values), int(seconds / self.state.step_seconds(values)))
+        )
+        config = self._run_config(
+            f"tune/{named('run', values)}-{steps}", dict(values), steps, evaluations=0
+        )
         folder = Path(config.output_dir)
         if not (folder / TUNED_FILE).is_file():
             if self.state.tuning >= TUNING * self.total:  # steps took longer than measured
@@ -292,9 +338,13 @@ class Auto:
             delete_weights(folder)
         return dev_score(folder)
 
-    def _run_config(self, folder: str, changes: dict[str, str], steps: int, evaluations: int) -> TrainConfig:
+    def _run_config(
+        self, folder: str, changes: dict[str, str], steps: int, evaluations: int
+    ) -> TrainConfig:
         config = self.config(folder, changes)
-        run = replace(config.run, eval_steps=0, save_steps=0, drift_steps=0, log_steps=1)  # every step is timed
+        run = replace(
+            config.run, eval_steps=0, save_steps=0, drift_steps=0, log_steps=1
+        )  # every step is timed
         if evaluations:
             every, save = max(1, -(-steps // evaluations)), max(1, steps // 10)
             run = replace(run, eval_steps=every, save_steps=save, log_steps=config.run.log_steps)
@@ -314,20 +364,32 @@ class Auto:
             run_job("run", config, self.test)
 
     def _measured_step(self, values: Values) -> float:
-        """Return the mean seconds of a step in the tuning runs with ``values``. Without such runs, estimate it."""
+        """Return the mean seconds of a step in the tuning runs with ``values``.
+
+        Without such runs, estimate it.
+        """
         runs = (self.output / "tune").glob(f"{named('run', values)}-*")
         logged = [line["seconds"] for run in runs for line in read_log(run) if "loss" in line]
         return statistics.mean(logged) if logged else self.state.step_seconds(values)
 
     def _verdict(self) -> str:
-        """Write the report. Return a text with the verdict, the metrics, and the paths of model and report."""
+        """Write the report.
+
+        Return a text with the verdict, the metrics, and the paths of model and report.
+        """
         metric = self.base.run.metric
         folders = [self.output / name for name in ("bm25", "untrained", "train")]
         scores = {folder.name: read_metrics(folder / METRICS_FILE) for folder in folders}
-        found = compare({0: scores["train"]["per_query"]}, {0: scores["untrained"]["per_query"]}, metric)
+        found = compare(
+            {0: scores["train"]["per_query"]}, {0: scores["untrained"]["per_query"]}, metric
+        )
         page = write_report(self.output, folders, StudyResult(metric, {self.output / "untrained"}))
         means = ", ".join(f"{name} {each['mean'][metric]:.4f}" for name, each in scores.items())
-        on = "the dev queries, also used to choose the settings" if self.test is self.dev else "the test queries"
+        on = (
+            "the dev queries, also used to choose the settings"
+            if self.test is self.dev
+            else "the test queries"
+        )
         return (
             f"{verdict(found, metric)}\n{metric} on {on}: {means}\n"
             f"model: {self.output / 'train' / 'model'}\nreport: {page}\n"
@@ -340,7 +402,10 @@ class Auto:
         tuning = "none, because the time is too short"
         if budget:
             left -= TUNING * self.total
-            tuning = f"{len(candidates)} combinations, {duration(TUNING * self.total)}; longest run {duration(budget)}"
+            tuning = (
+                f"{len(candidates)} combinations, {duration(TUNING * self.total)}; longest "
+                f"run {duration(budget)}"
+            )
         return (
             f"micro-batch that fits into {self.options.memory}: {sizes}\n"
             f"tuning: {tuning}\n"

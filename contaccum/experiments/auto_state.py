@@ -1,4 +1,7 @@
-"""State of ``contaccum auto`` in ``auto.json``, for later calls. This module also divides the time limit among the stages."""
+"""State of ``contaccum auto`` in ``auto.json``, for later calls.
+
+This module also divides the time limit among the stages.
+"""
 
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -14,12 +17,17 @@ from contaccum.training.run_folder import config_differences
 
 STATE_FILE = "auto.json"
 TUNING = 0.2  # share of the total time that tuning may take
-FEWEST_STEPS = 8  # minimum number of steps of a tuning run; shorter runs do not show which settings are better
+FEWEST_STEPS = (
+    8  # minimum number of steps of a tuning run; shorter runs do not show which settings are better
+)
 EVALUATIONS = 4  # number of dev evaluations during the final run
 
 
 def parse_time(text: str) -> float:
-    """Convert a text such as 90s, 30m or 2h to seconds. Raise InputError for an invalid text or a time below 1 second."""
+    """Convert a text such as 90s, 30m or 2h to seconds.
+
+    Raise InputError for an invalid text or a time below 1 second.
+    """
     unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
     try:
         seconds = float(text[:-1]) * unit if unit else 0.0
@@ -27,7 +35,8 @@ def parse_time(text: str) -> float:
         seconds = 0.0
     if not 1 <= seconds < 1e9:
         raise InputError(
-            f"--time is {text!r}; it must be a time from 1 second to 1e9 seconds: a number followed by s, m or h, such as 30m"
+            f"--time is {text!r}; it must be a time from 1 second to 1e9 seconds: a number "
+            "followed by s, m or h, such as 30m"
         )
     return seconds
 
@@ -51,7 +60,9 @@ class State:
     """Method -> largest micro-batch size that fits into the memory."""
     tuning: float = 0.0
     """Total seconds of all tuning runs so far."""
-    chosen: dict[str, str] = field(default_factory=dict)  # setting -> chosen value; empty before the end of tuning
+    chosen: dict[str, str] = field(
+        default_factory=dict
+    )  # setting -> chosen value; empty before the end of tuning
     steps: int = 0
     """Number of optimizer steps of the final run. 0: not planned yet."""
     content: dict[str, str] = field(default_factory=dict)  # see data_hashes
@@ -61,13 +72,17 @@ class State:
 
     @classmethod
     def read(cls, file: Path, settings: dict[str, Any]) -> "State":
-        """Read the state of earlier calls from ``file``, if it exists. Raise InputError if these calls had other settings."""
+        """Read the state of earlier calls from ``file``, if it exists.
+
+        Raise InputError if these calls had other settings.
+        """
         if not file.is_file():
             return cls(settings, file=file)
         saved = read_json(file, cls, version=1)
         if changes := "; ".join(config_differences(saved.settings, settings)):
             raise InputError(
-                f"{file.parent}: contains results with other settings ({changes}). Use the same settings or another folder."
+                f"{file.parent}: contains results with other settings ({changes}). Use the same "
+                "settings or another folder."
             )
         return replace(saved, file=file, began=time.monotonic())
 
@@ -84,7 +99,9 @@ class State:
     @property
     def evaluation_seconds(self) -> float:
         """Expected seconds of all evaluations of the final run: EVALUATIONS dev evaluations, then one test evaluation."""
-        return self.seconds.get("untrained", self.seconds["dev"]) + EVALUATIONS * self.seconds["dev"]
+        return (
+            self.seconds.get("untrained", self.seconds["dev"]) + EVALUATIONS * self.seconds["dev"]
+        )
 
     def seconds_left(self, total: float) -> float:
         """Return the seconds that the steps of the final run may take. total: time limit of the command."""

@@ -59,13 +59,17 @@ class ChangedQueries(NamedTuple):
     pairs: list[ChangedPair]
 
 
-def changed_queries(groups: Sequence[RunGroup], found: Sequence[Difference], metric: str) -> ChangedQueries:
+def changed_queries(
+    groups: Sequence[RunGroup], found: Sequence[Difference], metric: str
+) -> ChangedQueries:
     """Return the queries that gained and lost most, for each pair of compared systems.
 
-    The first passages come from the runs' files of metrics, their texts from the data sets that these files name.
-    If a data set cannot be read, or was changed, only ids are shown, and a note says why.
+    The first passages come from the runs' files of metrics, their texts from the data sets that
+    these files name. If a data set cannot be read, or was changed, only ids are shown, and a note
+    says why.
 
-    found: significance tests, whose pairs are used. Without tests, the best system is compared with each other one.
+    found: significance tests, whose pairs are used. Without tests, the best system is compared with
+    each other one.
     """
     pairs = [(one.group, one.reference) for one in found]
     if not pairs:
@@ -76,17 +80,22 @@ def changed_queries(groups: Sequence[RunGroup], found: Sequence[Difference], met
     @cache
     def open_data(name: str, split: str) -> RetrievalSet:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the evaluation has shown the warnings about this data set
+            warnings.simplefilter(
+                "ignore"
+            )  # the evaluation has shown the warnings about this data set
             return open_dataset(name, split, DataPolicy(repair=repair)).retrieval_set
 
     notes = [
-        f"The {SHOWN_QUERIES} queries that gained most in {metric}, and the {SHOWN_QUERIES} that lost most. A value is "
+        f"The {SHOWN_QUERIES} queries that gained most in {metric}, and the {SHOWN_QUERIES} that "
+        "lost most. A value is "
         "the mean over seeds. The passages are those that the model of the first seed ranked first."
     ]
     changed = []
     for group, reference in pairs:
         values, reference_values = query_values(group, metric), query_values(reference, metric)
-        differences = {key: values[key] - reference_values[key] for key in values if key in reference_values}
+        differences = {
+            key: values[key] - reference_values[key] for key in values if key in reference_values
+        }
         ordered = sorted(differences, key=lambda key: differences[key])
         lost = [key for key in ordered[:SHOWN_QUERIES] if differences[key] < -ROUNDING]
         gained = [key for key in ordered[::-1][:SHOWN_QUERIES] if differences[key] > ROUNDING]
@@ -105,12 +114,18 @@ def changed_queries(groups: Sequence[RunGroup], found: Sequence[Difference], met
                 if first_passages:
                     data = open_data(metrics["data"], metrics.get("split", "test"))
                     if metrics.get("test_content") not in (None, data.fingerprint()):
-                        raise InputError(f"{metrics['data']}: the data changed after the evaluation")
+                        raise InputError(
+                            f"{metrics['data']}: the data changed after the evaluation"
+                        )
                     ids = {passage for key in rankings for passage in first_passages.get(key, {})}
                     rows = find_rows(data.corpus, ids)
                     table = data.corpus.select(list(rows.values()))
-                    contents = dict(zip(rows, zip(table["title"], table["text"], strict=True), strict=True))
-                    query_texts |= {key: data.queries[key] for key in rankings if key in data.queries}
+                    contents = dict(
+                        zip(rows, zip(table["title"], table["text"], strict=True), strict=True)
+                    )
+                    query_texts |= {
+                        key: data.queries[key] for key in rankings if key in data.queries
+                    }
             except InputError as error:
                 notes.append(f"{system.label}: only ids are shown, without texts. {error}")
             for key, shown in rankings.items():
@@ -120,7 +135,12 @@ def changed_queries(groups: Sequence[RunGroup], found: Sequence[Difference], met
                     passages.append(ShownPassage(passage, shortened(title), shortened(text), grade))
                 shown.append(Ranking(system.label, system_values[key], passages))
         gains, losses = (
-            [ChangedQuery(key, shortened(query_texts.get(key, "")), differences[key], rankings[key]) for key in keys]
+            [
+                ChangedQuery(
+                    key, shortened(query_texts.get(key, "")), differences[key], rankings[key]
+                )
+                for key in keys
+            ]
             for keys in (gained, lost)
         )
         changed.append(ChangedPair(group.label, reference.label, gains, losses))

@@ -39,7 +39,14 @@ from contaccum.experiments.settings import (
     variants,
 )  # fmt: skip
 from contaccum.experiments.study_report import StudyResult, write_report
-from contaccum.experiments.tuning import Tuned, limited, measured_step, parse_budget, rung_shares, tune
+from contaccum.experiments.tuning import (
+    Tuned,
+    limited,
+    measured_step,
+    parse_budget,
+    rung_shares,
+    tune,
+)
 from contaccum.runtime.files import read_json, write_json
 from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
@@ -48,7 +55,8 @@ from contaccum.training.run_folder import CONFIG_FILE, config_differences, flat,
 BASELINES = ("bm25", "untrained")
 FULL = Fraction(1)
 Configure = Callable[[Mapping[str, str]], TrainConfig]
-"""Function that returns the config with changed settings. Its argument maps names of settings to values as text."""
+"""Function that returns the config with changed settings. Its argument maps names of settings to
+values as text."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +73,13 @@ class PlannedRun:
 
 
 def compare(configure: Configure, options: CompareConfig) -> Path:
-    """Train and evaluate all runs that are not finished. Write the report and return the path of report.html.
+    """Train and evaluate all runs that are not finished.
 
-    Raises InputError before the first run starts if a setting, the data or the content of a folder is wrong. Raises Interrupted
-    after a signal. Raises Failed at the end if a run failed; the report then shows the other runs.
+    Write the report and return the path of report.html.
+
+    Raises InputError before the first run starts if a setting, the data or the content of a folder
+    is wrong. Raises Interrupted after a signal. Raises Failed at the end if a run failed; the
+    report then shows the other runs.
     """
     study = Study(configure, options)
     study.check()
@@ -92,29 +103,41 @@ class Study:
         tuned = read_values("--tune", options.tune)
         varied = read_values("--vary", options.vary)
         if both := varied.keys() & tuned.keys():
-            raise InputError(f"{min(both)}: set by both --vary and --tune; use only one of these options")
+            raise InputError(
+                f"{min(both)}: set by both --vary and --tune; use only one of these options"
+            )
         if options.settings is None:
             methods = read_names("--methods", options.methods, METHOD_SPECS) or [self.base.method]
             self.variants = variants(methods, varied, tuned)
         elif options.methods or options.vary:
             raise InputError(
-                "--settings: cannot be used with --methods or --vary; write methods and values into the file"
+                "--settings: cannot be used with --methods or --vary; write methods and values "
+                "into the file"
             )
         else:
             self.variants = read_settings(options.settings, tuned)
         self._valid_candidates()
         baselines = "" if options.baselines == "none" else options.baselines
-        self.baselines = self._planned_baselines(read_names("--baselines", baselines, BASELINES), varied)
+        self.baselines = self._planned_baselines(
+            read_names("--baselines", baselines, BASELINES), varied
+        )
         known = [name for one in self.variants for name in (one.label, one.method)]
         self.against = options.against or ("grad_cache" if "grad_cache" in known else known[0])
         if self.against not in known:
-            raise InputError(f"--against is {self.against!r}; choose from {', '.join(dict.fromkeys(known))}")
+            raise InputError(
+                f"--against is {self.against!r}; choose from {', '.join(dict.fromkeys(known))}"
+            )
         self.test = {"data": options.test or self.base.data.train, "split": options.test_split}
         self.failed: list[Outcome] = []
-        self.hashes: dict[tuple[Any, ...], dict[str, str]] = {}  # hashes of the data and encoders of each kind of run
+        self.hashes: dict[
+            tuple[Any, ...], dict[str, str]
+        ] = {}  # hashes of the data and encoders of each kind of run
 
     def _valid_candidates(self) -> None:
-        """Remove invalid combinations of tuned values. Prepare the tuning of each variant that has several combinations."""
+        """Remove invalid combinations of tuned values.
+
+        Prepare the tuning of each variant that has several combinations.
+        """
         self.tuned, fixed = [], []
         for variant in self.variants:
             invalid: dict[str, str] = {}
@@ -136,18 +159,24 @@ class Study:
                     valid.append(candidate)
             if not valid:
                 raise InputError(
-                    f"{variant.label}: no combination of the tuned values is valid. For example, {': '.join(invalid.popitem())}"
+                    f"{variant.label}: no combination of the tuned values is valid. For example, "
+                    f"{': '.join(invalid.popitem())}"
                 )
             left = replace(variant, candidates=tuple(valid))
             fixed.append(left)
             if len(variant.candidates) > 1:
-                self.tuned.append(Tuned(left, rung_shares(len(valid), self.options.rungs), invalid=invalid))
+                self.tuned.append(
+                    Tuned(left, rung_shares(len(valid), self.options.rungs), invalid=invalid)
+                )
         self.variants = fixed
-        several_lengths = self.budget is not None or any(len(each.shares) > 1 for each in self.tuned)
+        several_lengths = self.budget is not None or any(
+            len(each.shares) > 1 for each in self.tuned
+        )
         if self.base.optim.warmup_steps and several_lengths:
             steps = self.base.optim.warmup_steps
             raise InputError(
-                f"optim.warmup_steps is {steps}, but --budget and --tune change the number of steps. Use optim.warmup_ratio."
+                f"optim.warmup_steps is {steps}, but --budget and --tune change the number of "
+                "steps. Use optim.warmup_ratio."
             )
 
     def check(self) -> None:
@@ -156,13 +185,17 @@ class Study:
         require_matplotlib()
         by_settings: dict[str, str] = {}
         for variant in self.variants:
-            for candidate in variant.candidates:  # compare the configs, because 1e-3 and 0.001 are equal values
+            for (
+                candidate
+            ) in variant.candidates:  # compare the configs, because 1e-3 and 0.001 are equal values
                 name = named(variant.label, candidate)
                 same = by_settings.setdefault(repr(self._config(variant, candidate)), name)
                 if same != name:
                     raise InputError(f"{name} and {same} have equal settings; remove one of them")
         self._check_data()
-        if self.budget is None or self.budget.unit != "s":  # with seconds, the time of a step must be measured first
+        if (
+            self.budget is None or self.budget.unit != "s"
+        ):  # with seconds, the time of a step must be measured first
             self._check_folders()
 
     def _check_folders(self) -> None:
@@ -171,9 +204,12 @@ class Study:
             if (other := planned.setdefault(run.folder, run)) != run:
                 changes = "; ".join(config_differences(asdict(other.config), asdict(run.config)))
                 raise InputError(
-                    f"{run.folder}: two runs would use this folder: {run.name} and {other.name} ({changes or 'equal settings'}). "
-                    "Its name has no groups of settings, and all characters except letters, digits and ._=+- become underscores. "
-                    "Choose labels and values whose folders differ, or write two entries with different labels."
+                    f"{run.folder}: two runs would use this folder: {run.name} and {other.name} "
+                    f"({changes or 'equal settings'}). "
+                    "Its name has no groups of settings, and all characters except letters, digits "
+                    "and ._=+- become underscores. "
+                    "Choose labels and values whose folders differ, or write two entries with "
+                    "different labels."
                 )
             self._check_folder(run)
 
@@ -187,20 +223,33 @@ class Study:
     def _tuning_runs(self) -> Iterable[PlannedRun]:
         for each in self.tuned:
             for candidate in each.variant.candidates:
-                yield from (self._planned_run(each.variant, candidate, self.seeds[0], share) for share in each.shares)
+                yield from (
+                    self._planned_run(each.variant, candidate, self.seeds[0], share)
+                    for share in each.shares
+                )
 
     def _check_data(self) -> None:
-        """Raise InputError if data cannot be read, or if tuning would use the test data. Warn if training uses the test data."""
+        """Raise InputError if data cannot be read, or if tuning would use the test data.
+
+        Warn if training uses the test data.
+        """
         data, (test, split) = self.base.data, self.test.values()
         if not test:
-            raise InputError("--test is not set. With data.mixture, --test must name the test data.")
+            raise InputError(
+                "--test is not set. With data.mixture, --test must name the test data."
+            )
         test_queries = _queries(test, split)
         if Path(test).is_file() and self.options.test is None:
-            raise InputError(f"{test}: data.train is a file without a split {split!r}. Name the test data with --test.")
+            raise InputError(
+                f"{test}: data.train is a file without a split {split!r}. Name the test data with "
+                "--test."
+            )
         if self.tuned and not data.dev:
             raise InputError("data.dev: not set; tuning needs dev data")
         if self.tuned and _queries(data.dev or "", data.dev_split) == test_queries:
-            raise InputError(f"data.dev is the test data ({test} {split}); tuning needs other queries")
+            raise InputError(
+                f"data.dev is the test data ({test} {split}); tuning needs other queries"
+            )
         if _queries(data.train, data.split) == test_queries:
             warnings.warn(f"the test data is the training data ({test} {split})", stacklevel=2)
         self.test_content = open_dataset(test, split, data.policy).retrieval_set.fingerprint()
@@ -211,19 +260,30 @@ class Study:
     def _config(self, variant: Variant, candidate: Values) -> TrainConfig:
         return self._parsed(tuple(variant.changes(candidate).items()))
 
-    def _planned_run(self, variant: Variant, candidate: Values, seed: int, share: Fraction = FULL) -> PlannedRun:
+    def _planned_run(
+        self, variant: Variant, candidate: Values, seed: int, share: Fraction = FULL
+    ) -> PlannedRun:
         config = self._config(variant, candidate)
-        seconds = measured_step(config, self.output) if self.budget is not None and self.budget.unit == "s" else None
+        seconds = (
+            measured_step(config, self.output)
+            if self.budget is not None and self.budget.unit == "s"
+            else None
+        )
         config = replace(limited(config, self.budget, share, seconds), seed=seed)
         name = f"{named(variant.label, candidate)}-seed{seed}"
         if share == 1:
             return self._planned(name, "run", config)
-        return self._planned(f"{name}-{share.numerator}of{share.denominator}", "run", config, "tuning")
+        return self._planned(
+            f"{name}-{share.numerator}of{share.denominator}", "run", config, "tuning"
+        )
 
-    def _planned_baselines(self, kinds: list[str], varied: Mapping[str, list[str]]) -> list[PlannedRun]:
+    def _planned_baselines(
+        self, kinds: list[str], varied: Mapping[str, list[str]]
+    ) -> list[PlannedRun]:
         """Plan the evaluations of the baselines ``kinds``.
 
-        BM25 has one evaluation. The untrained encoder has one for each combination of the varied settings that affect it.
+        BM25 has one evaluation. The untrained encoder has one for each combination of the varied
+        settings that affect it.
         """
         return [
             self._planned(named(kind, values), kind, self.configure(dict(values)))
@@ -231,8 +291,14 @@ class Study:
             for values in (combinations(varied, None) if kind == "untrained" else [()])
         ]
 
-    def _planned(self, name: str, kind: str, config: TrainConfig, parent: str = "runs") -> PlannedRun:
-        """Plan a run. In the name of its folder, characters other than letters, digits and ``._=+-`` become underscores."""
+    def _planned(
+        self, name: str, kind: str, config: TrainConfig, parent: str = "runs"
+    ) -> PlannedRun:
+        """Plan a run.
+
+        In the name of its folder, characters other than letters, digits and ``._=+-`` become
+        underscores.
+        """
         folder = self.output / parent / re.sub(r"[^A-Za-z0-9._=+-]", "_", name)
         return PlannedRun(name, kind, replace(config, output_dir=str(folder), resume=True))
 
@@ -242,7 +308,8 @@ class Study:
             changes = "; ".join(config_differences(read_config(run.folder), asdict(run.config)))
             if changes:
                 raise InputError(
-                    f"{run.folder}: this run was made with other settings: {changes}. Use the same settings, or another "
+                    f"{run.folder}: this run was made with other settings: {changes}. Use the same "
+                    "settings, or another "
                     "output_dir."
                 )
         metrics = run.folder / METRICS_FILE
@@ -251,30 +318,41 @@ class Study:
             for name, value in {**self.test, **baseline_identity(run.kind, run.config)}.items():
                 if found.get(name) != value:
                     raise InputError(
-                        f"{metrics}: was computed with {name} {found.get(name)}, but this call has {value}. Use another "
+                        f"{metrics}: was computed with {name} {found.get(name)}, but this call has "
+                        f"{value}. Use another "
                         "output_dir."
                     )
         settings = flat(asdict(run.config))
         key = run.kind, repr(run.config.data), run.config.distils, *map(settings.get, ENCODERS)
         if key not in self.hashes:
-            self.hashes[key] = {"test_content": self.test_content, **data_hashes(run.kind, run.config)}
+            self.hashes[key] = {
+                "test_content": self.test_content,
+                **data_hashes(run.kind, run.config),
+            }
         for file in (metrics, run.folder / TUNED_FILE):
             if not file.is_file():
                 continue
             found = read_json(file)
             for name, now in self.hashes[key].items():
-                if name == "test_content" and file.name == TUNED_FILE:  # tuning does not use the test data
+                if (
+                    name == "test_content" and file.name == TUNED_FILE
+                ):  # tuning does not use the test data
                     continue
                 if found.get(name) != now:
                     again = "this file" if name == "test_content" else "the run's folder"
                     raise InputError(
-                        f"{file}: {content_of(name, run.config)} changed after this result was computed. Undo the change, or "
+                        f"{file}: {content_of(name, run.config)} changed after this result was "
+                        "computed. Undo the change, or "
                         f"delete {again} and repeat the command."
                     )
 
     def run(self) -> Path:
-        """Train and evaluate all runs that are not finished. Write the report and return the path of report.html."""
-        self._check_folders()  # again: another call may have filled the folders before this call got the lock
+        """Train and evaluate all runs that are not finished.
+
+        Write the report and return the path of report.html.
+        """
+        # again: another call may have filled the folders before this call got the lock
+        self._check_folders()
         tune(self.tuned, self._train_candidates)
         chosen = {each.variant.label: each.chosen for each in self.tuned}
         rows = {
@@ -294,24 +372,44 @@ class Study:
             budget=self.budget,
             tuned=self.tuned,
             failed=[f"{one.job.name}: {one.last_line}" for one in self.failed],
-            labels={run.folder: label for label, row in rows.items() for run in row} if chosen_by_name else {},
+            labels={run.folder: label for label, row in rows.items() for run in row}
+            if chosen_by_name
+            else {},
         )
-        page = write_report(self.output, [run.folder for run in runs if (run.folder / METRICS_FILE).is_file()], result)
+        page = write_report(
+            self.output,
+            [run.folder for run in runs if (run.folder / METRICS_FILE).is_file()],
+            result,
+        )
         if self.failed:
             first = self.failed[0]
             raise Failed(
-                f"{len(self.failed)} runs failed. The first is {first.job.name} (exit code {first.exit_code}, "
-                f"{first.job.log}): {first.last_line.removeprefix('contaccum: ')}. {page} shows the other runs"
+                f"{len(self.failed)} runs failed. The first is {first.job.name} (exit code "
+                f"{first.exit_code}, "
+                f"{first.job.log}): {first.last_line.removeprefix('contaccum: ')}. {page} shows "
+                "the other runs"
             )
         return page
 
-    def _train_candidates(self, candidates: list[tuple[Variant, Values, Fraction]]) -> list[float | None]:
-        """Train each candidate with the first seed and its share of the budget. Return the dev metrics; None: failed run."""
-        runs = [self._planned_run(variant, values, self.seeds[0], share) for variant, values, share in candidates]
+    def _train_candidates(
+        self, candidates: list[tuple[Variant, Values, Fraction]]
+    ) -> list[float | None]:
+        """Train each candidate with the first seed and its share of the budget.
+
+        Return the dev metrics; None: failed run.
+        """
+        runs = [
+            self._planned_run(variant, values, self.seeds[0], share)
+            for variant, values, share in candidates
+        ]
         failed = {one.job.name: one for one in self._run_missing(runs, TUNED_FILE, None)}
         scores = [dev_score(run.folder) for run in runs]
         # a failed run is reported only if all runs of its variant failed
-        alive = {variant.label for (variant, *_), score in zip(candidates, scores, strict=True) if score is not None}
+        alive = {
+            variant.label
+            for (variant, *_), score in zip(candidates, scores, strict=True)
+            if score is not None
+        }
         for run, (variant, *_) in zip(runs, candidates, strict=True):
             if run.name in failed and variant.label not in alive:
                 self.failed.append(failed[run.name])
@@ -322,15 +420,29 @@ class Study:
             if run.folder not in chosen and (run.folder / TUNED_FILE).is_file():
                 delete_weights(run.folder)
 
-    def _run_missing(self, runs: list[PlannedRun], result: str, test: dict[str, str] | None) -> list[Outcome]:
-        """Run each run whose folder does not contain the file ``result``. Return the outcomes of failed runs."""
+    def _run_missing(
+        self, runs: list[PlannedRun], result: str, test: dict[str, str] | None
+    ) -> list[Outcome]:
+        """Run each run whose folder does not contain the file ``result``.
+
+        Return the outcomes of failed runs.
+        """
         jobs = []
         for run in runs:
             if not (run.folder / result).is_file():
                 file = self.output / "jobs" / f"{run.folder.name}.json"
-                # runs/ contains tuning runs with the full budget; keep their weights, to evaluate the chosen one on the test data
+                # runs/ contains tuning runs with the full budget; keep their weights, to evaluate
+                # the chosen one on the test data
                 keep = self.options.keep_weights if test else run.folder.parent.name == "runs"
-                write_json(file, {"kind": run.kind, "config": asdict(run.config), "test": test, "keep_weights": keep})
+                write_json(
+                    file,
+                    {
+                        "kind": run.kind,
+                        "config": asdict(run.config),
+                        "test": test,
+                        "keep_weights": keep,
+                    },
+                )
                 jobs.append(RunJob(run.name, file))
         slots = device_slots(self.base.run.device, self.options.parallel)
         with self.signals.deferred():
@@ -338,5 +450,8 @@ class Study:
 
 
 def _queries(data: str, split: str) -> tuple[str, str]:
-    """Return the real path and the split, which identify the queries of a data set. For a file, the split is an empty string."""
+    """Return the real path and the split, which identify the queries of a data set.
+
+    For a file, the split is an empty string.
+    """
     return os.path.realpath(data), "" if Path(data).is_file() else split

@@ -25,7 +25,9 @@ SHARE = 10
 """``hold_out`` puts at most one tenth (1 / SHARE) of the training queries into the dev set."""
 
 
-def write_dev_set(source: RetrievalSet, folder: Path, most_queries: int, most_passages: int, seed: int) -> None:
+def write_dev_set(
+    source: RetrievalSet, folder: Path, most_queries: int, most_passages: int, seed: int
+) -> None:
     """Write a BEIR folder with the split ``dev``. Queries and passages are a sample of ``source``.
 
     The dev set has at most ``most_queries`` queries and all judged passages of these queries.
@@ -33,11 +35,23 @@ def write_dev_set(source: RetrievalSet, folder: Path, most_queries: int, most_pa
     """
     names = sorted(source.queries)
     kept = sorted(random.Random(seed).sample(names, min(most_queries, len(names))))
-    _write_dev(folder, source.corpus, {name: source.queries[name] for name in kept}, source.qrels, most_passages, seed)
+    _write_dev(
+        folder,
+        source.corpus,
+        {name: source.queries[name] for name in kept},
+        source.qrels,
+        most_passages,
+        seed,
+    )
 
 
 def hold_out(
-    source: RetrievalDataset, folder: Path, most_queries: int, most_passages: int, seed: int, hard_negatives: int = 0
+    source: RetrievalDataset,
+    folder: Path,
+    most_queries: int,
+    most_passages: int,
+    seed: int,
+    hard_negatives: int = 0,
 ) -> None:
     """Divide training queries into a dev set, ``folder/dev``, and a training set, ``folder/train``.
 
@@ -64,19 +78,26 @@ def hold_out(
             held += group
     if not held:
         raise InputError(
-            f"{source.path}: has {len(numbers)} training queries; to hold out a dev set, at least {SHARE} "
+            f"{source.path}: has {len(numbers)} training queries; to hold out a dev set, at least "
+            f"{SHARE} "
             "queries with different texts are needed. Set data.dev to a dev set."
         )
     held.sort()
     passages: list[str] = examples.passages["id"]
-    positives = {ids[number]: {passages[row]: 1 for row in examples.positives.row(number)} for number in held}
+    positives = {
+        ids[number]: {passages[row]: 1 for row in examples.positives.row(number)} for number in held
+    }
     queries = {ids[number]: texts[number] for number in held}
     others = beir_records(examples.queries.select(sorted(set(numbers.tolist()) - set(held))))
-    grades = grades_of(_filled(example, hard_negatives) for example in examples if example.query.id not in queries)
+    grades = grades_of(
+        _filled(example, hard_negatives) for example in examples if example.query.id not in queries
+    )
     with whole_folder(folder) as part:
         _write_dev(part / "dev", examples.passages, queries, positives, most_passages, seed)
         (part / "train").mkdir()
-        write_beir_folder(part / "train", beir_records(examples.passages), others, {"train": grades})
+        write_beir_folder(
+            part / "train", beir_records(examples.passages), others, {"train": grades}
+        )
 
 
 def _filled(example: Example, hard_negatives: int) -> Example:
@@ -85,12 +106,21 @@ def _filled(example: Example, hard_negatives: int) -> Example:
 
 
 def _write_dev(
-    folder: Path, corpus: Dataset, queries: dict[str, str], qrels: Qrels, most_passages: int, seed: int
+    folder: Path,
+    corpus: Dataset,
+    queries: dict[str, str],
+    qrels: Qrels,
+    most_passages: int,
+    seed: int,
 ) -> None:
-    rows = sorted(find_rows(corpus, {passage for query in queries for passage in qrels[query]}).values())
+    rows = sorted(
+        find_rows(corpus, {passage for query in queries for passage in qrels[query]}).values()
+    )
     others = np.delete(np.arange(len(corpus)), rows).tolist()
     rows += random.Random(seed).sample(others, max(0, min(len(others), most_passages - len(rows))))
-    grades = ((query, passage, grade) for query in queries for passage, grade in qrels[query].items())
+    grades = (
+        (query, passage, grade) for query in queries for passage, grade in qrels[query].items()
+    )
     with whole_folder(folder) as part:
         records = ({"_id": key, "text": text} for key, text in queries.items())
         write_beir_folder(part, beir_records(corpus.select(sorted(rows))), records, {"dev": grades})

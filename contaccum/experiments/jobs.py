@@ -1,8 +1,11 @@
-"""Run the jobs of a comparison. Each job has its own process, and several jobs can run at the same time.
+"""Run the jobs of a comparison.
 
-``python -m contaccum.experiments.jobs JOB.json`` is the process of one job, called a worker. It trains and evaluates a model, or
-it evaluates a baseline. It does not repeat finished training. If the parent process dies, the standard input of the worker
-closes. The worker then saves a checkpoint and exits.
+Each job has its own process, and several jobs can run at the same time.
+
+``python -m contaccum.experiments.jobs JOB.json`` is the process of one job, called a worker. It
+trains and evaluates a model, or it evaluates a baseline. It does not repeat finished training. If
+the parent process dies, the standard input of the worker closes. The worker then saves a checkpoint
+and exits.
 """
 
 import os
@@ -37,7 +40,11 @@ from contaccum.training.parts import build_encoder
 from contaccum.training.run_folder import DEV_METRICS_FILE, files_hash, flat
 
 POLL_SECONDS = 0.1
-ENCODERS = ("model.name", "model.passage_name", "loss.guide")  # settings that can name the folder of an encoder
+ENCODERS = (
+    "model.name",
+    "model.passage_name",
+    "loss.guide",
+)  # settings that can name the folder of an encoder
 
 
 class Job(TypedDict):
@@ -77,37 +84,56 @@ class Worker:
         self.job, self.began = job, time.monotonic()
         command = [sys.executable, "-m", "contaccum.experiments.jobs", str(job.file)]
         variables = {**os.environ, **environment}
-        # The worker gets a new session. Ctrl-C in the terminal then reaches only the parent, and the parent stops the workers.
+        # The worker gets a new session. Ctrl-C in the terminal then reaches only the parent, and
+        # the parent stops the workers.
         with open(job.log, "ab") as log:
-            self.start = log.tell()  # earlier calls of the command may have written lines to the log
+            self.start = (
+                log.tell()
+            )  # earlier calls of the command may have written lines to the log
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=variables, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=variables,
+                start_new_session=True,
             )
 
     def wait(self) -> Outcome:
         code = self.process.wait()
         if self.process.stdin is not None:
             self.process.stdin.close()
-        lines = self.job.log.read_bytes()[self.start :].decode("utf-8", "replace").strip().splitlines()
-        return Outcome(self.job, code, time.monotonic() - self.began, lines[-1] if lines else "no message")
+        lines = (
+            self.job.log.read_bytes()[self.start :].decode("utf-8", "replace").strip().splitlines()
+        )
+        return Outcome(
+            self.job, code, time.monotonic() - self.began, lines[-1] if lines else "no message"
+        )
 
 
 def device_slots(device: str, parallel: int | None) -> list[dict[str, str]]:
     """Return the environment variables of each slot. A slot runs one job at a time.
 
-    There are ``parallel`` slots. Default: one slot per GPU, or one slot on a CPU. If there are more slots than GPUs, several
-    slots use the same GPU. On a CPU, each slot gets the same number of cores, unless OMP_NUM_THREADS is set.
+    There are ``parallel`` slots. Default: one slot per GPU, or one slot on a CPU. If there are more
+    slots than GPUs, several slots use the same GPU. On a CPU, each slot gets the same number of
+    cores, unless OMP_NUM_THREADS is set.
     """
-    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+        map(str, range(torch.cuda.device_count()))
+    )
     gpus = names.split(",")[: torch.cuda.device_count()] if device == "auto" else []
     count = parallel or max(1, len(gpus))
     if gpus:
         return [{"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} for number in range(count)]
     shared = count > 1 and "OMP_NUM_THREADS" not in os.environ
-    return [{"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))} if shared else {}] * count
+    return [
+        {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))} if shared else {}
+    ] * count
 
 
-def run_jobs(jobs: list[RunJob], slots: list[dict[str, str]], signals: StopSignals) -> list[Outcome]:
+def run_jobs(
+    jobs: list[RunJob], slots: list[dict[str, str]], signals: StopSignals
+) -> list[Outcome]:
     """Run all jobs, print a line at the end of each job, and return the outcomes of failed jobs.
 
     After a signal, the workers save checkpoints and stop. This function then raises Interrupted.
@@ -125,10 +151,15 @@ def run_jobs(jobs: list[RunJob], slots: list[dict[str, str]], signals: StopSigna
                     if outcome.exit_code:
                         failed.append(outcome)
                         result = f"exit code {outcome.exit_code}, {outcome.last_line}"
-                    ended = f"[{len(jobs) - len(waiting) - len(running)}/{len(jobs)}] {outcome.job.name}"
+                    ended = (
+                        f"[{len(jobs) - len(waiting) - len(running)}/{len(jobs)}] "
+                        f"{outcome.job.name}"
+                    )
                     print(f"{ended}: {result} ({outcome.seconds:.0f} s)", file=sys.stderr)
             if signals.received:
-                raise Interrupted(signals.received, "stopped; run the same command again to continue")
+                raise Interrupted(
+                    signals.received, "stopped; run the same command again to continue"
+                )
             time.sleep(POLL_SECONDS)
     finally:
         for worker in running.values():
@@ -157,11 +188,13 @@ def _exit_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def run_job(kind: str, config: TrainConfig, test: dict[str, str] | None, keep_weights: bool = True) -> None:
+def run_job(
+    kind: str, config: TrainConfig, test: dict[str, str] | None, keep_weights: bool = True
+) -> None:
     """Train and evaluate a model, or evaluate a baseline. Save the metrics on the test data.
 
-    kind: ``run`` trains a model; ``bm25`` and ``untrained`` are baselines. test: data and split. None: save only the dev metric.
-    keep_weights: False deletes checkpoints and model at the end.
+    kind: ``run`` trains a model; ``bm25`` and ``untrained`` are baselines. test: data and split.
+    None: save only the dev metric. keep_weights: False deletes checkpoints and model at the end.
     """
     run = Path(config.output_dir)
     if kind == "run":
@@ -175,7 +208,9 @@ def run_job(kind: str, config: TrainConfig, test: dict[str, str] | None, keep_we
         judged = open_dataset(test["data"], test["split"], config.data.policy).retrieval_set
         content = {"test_content": judged.fingerprint(), **data_hashes(kind, config)}
         metrics = evaluate(_model(kind, config), judged, settings=settings)
-        write_json(run / METRICS_FILE, {**test, **content, **baseline_identity(kind, config), **metrics})
+        write_json(
+            run / METRICS_FILE, {**test, **content, **baseline_identity(kind, config), **metrics}
+        )
     if not keep_weights:
         delete_weights(run)
 
@@ -197,14 +232,20 @@ def data_hashes(kind: str, config: TrainConfig) -> dict[str, str]:
     data = config.data
     hashes = {"train_content": load_training(data, config.distils).fingerprint}
     if kind == "run" and data.dev:
-        hashes["dev_content"] = open_dataset(data.dev, data.dev_split, data.policy).retrieval_set.fingerprint()
+        hashes["dev_content"] = open_dataset(
+            data.dev, data.dev_split, data.policy
+        ).retrieval_set.fingerprint()
     for name in ENCODERS if kind == "run" else ENCODERS[:2]:  # the untrained encoder needs no guide
-        if (path := flat(asdict(config))[name]) and os.path.isdir(path):  # false for a name on the Hub
+        if (path := flat(asdict(config))[name]) and os.path.isdir(
+            path
+        ):  # false for a name on the Hub
             hashes[f"{name}_content"] = str(files_hash(Path(model_folder(path))))
     return hashes
 
 
-def refuse_changed(folder: Path, saved: Mapping[str, str], hashes: Mapping[str, str], config: TrainConfig) -> None:
+def refuse_changed(
+    folder: Path, saved: Mapping[str, str], hashes: Mapping[str, str], config: TrainConfig
+) -> None:
     """Raise InputError if one of the ``hashes`` differs from the hash that an earlier call saved in ``folder``.
 
     saved: the hashes of the earlier call. Empty for the first call.
@@ -212,7 +253,8 @@ def refuse_changed(folder: Path, saved: Mapping[str, str], hashes: Mapping[str, 
     for name, now in hashes.items() if saved else ():
         if saved.get(name) != now:
             raise InputError(
-                f"{folder}: contains results of an earlier call, but {content_of(name, config)} changed since then. Undo the "
+                f"{folder}: contains results of an earlier call, but {content_of(name, config)} "
+                "changed since then. Undo the "
                 "change, or use another output_dir."
             )
 
@@ -220,13 +262,18 @@ def refuse_changed(folder: Path, saved: Mapping[str, str], hashes: Mapping[str, 
 def content_of(name: str, config: TrainConfig) -> str:
     """Return words for what a hash in ``data_hashes`` covers."""
     kind = name.removesuffix("_content")
-    return f"the folder {flat(asdict(config))[kind]} ({kind})" if kind in ENCODERS else f"the {kind} data"
+    return (
+        f"the folder {flat(asdict(config))[kind]} ({kind})"
+        if kind in ENCODERS
+        else f"the {kind} data"
+    )
 
 
 def baseline_identity(kind: str, config: TrainConfig) -> dict[str, Any]:
     """Return the settings that affect the untrained encoder, so that a later call notices changed settings.
 
-    Return {} for ``run``, whose folder already contains the config, and for ``bm25``, which has no settings.
+    Return {} for ``run``, whose folder already contains the config, and for ``bm25``, which has no
+    settings.
     """
     if kind != "untrained":
         return {}
@@ -242,7 +289,9 @@ def _model(kind: str, config: TrainConfig) -> EncoderConfig | DualEncoder:
     if kind == "untrained":
         return build_encoder(config, load_training(config.data), encoding_device(device))
     folder = Path(config.output_dir) / "model"
-    return EncoderConfig(BM25_NAME if kind == "bm25" else str(folder), device=device, trust_remote_code=trust)
+    return EncoderConfig(
+        BM25_NAME if kind == "bm25" else str(folder), device=device, trust_remote_code=trust
+    )
 
 
 if __name__ == "__main__":

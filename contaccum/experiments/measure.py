@@ -35,8 +35,11 @@ from contaccum.training.log import mean_losses
 from contaccum.training.out_of_memory import out_of_memory
 
 PEAK_STEPS = 4  # steps whose peak memory is measured; on a CPU, the peak grows until the third step
-MICRO_BATCHES = 2  # micro-batches of a measured step; the second one also needs memory for the gradients of the first
-TIMED_MICRO_BATCHES = 8  # maximum number of micro-batches in a timed step; the time of more is extrapolated
+# micro-batches of a measured step; the second one also needs memory for the gradients of the first
+MICRO_BATCHES = 2
+TIMED_MICRO_BATCHES = (
+    8  # maximum number of micro-batches in a timed step; the time of more is extrapolated
+)
 REPEATS = 3  # number of timed repetitions, of which the median is used
 USABLE = 0.8  # share of a machine's free memory that a measurement may use
 
@@ -45,10 +48,15 @@ USABLE = 0.8  # share of a machine's free memory that a measurement may use
 class Measurement:
     """Peak memory and time of a step of one method, and the largest sizes within the memory budget."""
 
-    micro_batch_size: int | None  # largest divisor of the global batch size that fits; None if no divisor fits
-    peak: float  # peak memory in bytes with this size (if None, with the smallest size) and the configured bank
+    micro_batch_size: (
+        int | None
+    )  # largest divisor of the global batch size that fits; None if no divisor fits
+    # peak memory in bytes with this size (if None, with the smallest size) and the configured bank
+    peak: float
     error: float  # relative error of the last memory prediction that was checked by a measurement
-    largest_bank: int | None  # maximum number of rows with the configured micro-batch size; None without a bank
+    largest_bank: (
+        int | None
+    )  # maximum number of rows with the configured micro-batch size; None without a bank
     context: int  # bytes on the GPU outside PyTorch's allocator; ``peak`` includes them
     step: float  # seconds of an optimizer step
     pairs: int  # number of training queries
@@ -73,16 +81,23 @@ def measure_step(config: TrainConfig) -> float:
     return float(_in_new_process("step", config, 0))
 
 
-def _in_new_process(what: Literal["method", "micro-batch", "step"], config: TrainConfig, budget: int) -> Any:
+def _in_new_process(
+    what: Literal["method", "micro-batch", "step"], config: TrainConfig, budget: int
+) -> Any:
     command = [sys.executable, "-m", "contaccum.experiments.measure", what, str(budget)]
     done = subprocess.run(
-        command, input=json.dumps(asdict(config)), stdout=subprocess.PIPE, text=True, encoding="utf-8"
+        command,
+        input=json.dumps(asdict(config)),
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
     )
     if done.returncode == InputError.exit_code and done.stdout:
         raise InputError(json.loads(done.stdout)["error"])
     if done.returncode:
         raise InputError(
-            f"{config.method}: the process that measures a step failed with exit code {done.returncode}; its message is above. "
+            f"{config.method}: the process that measures a step failed with exit code "
+            f"{done.returncode}; its message is above. "
             "Exit code -9 usually means that the machine ran out of memory."
         )
     return json.loads(done.stdout)
@@ -121,14 +136,20 @@ class Probe:
         device = self.engine.device
         try:
             bank = self._full_bank(size, bank_size)
-            self.engine.free_memory()  # otherwise a step could use memory that another size freed, and its peak would be too low
+            # otherwise a step could use memory that another size freed, and its peak would be too
+            # low
+            self.engine.free_memory()
             self.engine.reset_peak_memory()
             self._steps(self._sized(size, bank_size), self.longest, bank, PEAK_STEPS)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
             self.engine.drop_step()
-            return math.inf if device.type == "cuda" and budget <= torch.cuda.mem_get_info(device)[1] else None
+            return (
+                math.inf
+                if device.type == "cuda" and budget <= torch.cuda.mem_get_info(device)[1]
+                else None
+            )
         if device.type == "cuda":
             return torch.cuda.max_memory_reserved(device) + self.context()
         return self.engine.peak_memory()
@@ -141,7 +162,10 @@ class Probe:
         return total - free - torch.cuda.memory_reserved(self.engine.device)
 
     def usable(self) -> float:
-        """Return the bytes that a measurement may use. On a GPU: infinity, because running out does no harm."""
+        """Return the bytes that a measurement may use.
+
+        On a GPU: infinity, because running out does no harm.
+        """
         free = psutil.virtual_memory().available + psutil.Process().memory_info().rss
         return math.inf if self.engine.device.type == "cuda" else USABLE * free
 
@@ -153,7 +177,11 @@ class Probe:
         count = n // size
         timed = min(count, TIMED_MICRO_BATCHES)
         long = self._median(size, timed)
-        return long if timed == count else long + (long - self._median(size, 1)) / (timed - 1) * (count - timed)
+        return (
+            long
+            if timed == count
+            else long + (long - self._median(size, 1)) / (timed - 1) * (count - timed)
+        )
 
     def _median(self, size: int, micro_batches: int) -> float:
         return self.seconds_per_step(self._sized(size, self.config.bank_size(), micro_batches))
@@ -161,12 +189,21 @@ class Probe:
     def seconds_per_step(self, config: TrainConfig) -> float:
         """Return the median seconds of a step with ``config``, random pairs and a full bank."""
         bank = self._full_bank(config.batch.micro_batch_size, config.bank_size())
-        return statistics.median(self._steps(config, self.random_pairs, bank, REPEATS, warm_up=True))
+        return statistics.median(
+            self._steps(config, self.random_pairs, bank, REPEATS, warm_up=True)
+        )
 
     def _sized(self, size: int, bank_size: int, micro_batches: int = MICRO_BATCHES) -> TrainConfig:
-        count = 1 if self.config.spec.whole else min(micro_batches, max(1, self.config.batch.global_batch_size // size))
+        count = (
+            1
+            if self.config.spec.whole
+            else min(micro_batches, max(1, self.config.batch.global_batch_size // size))
+        )
         batch = replace(
-            self.config.batch, global_batch_size=size * count, micro_batch_size=size, micro_batch_tokens=None
+            self.config.batch,
+            global_batch_size=size * count,
+            micro_batch_size=size,
+            micro_batch_tokens=None,
         )
         return replace(self.config, batch=batch, bank=replace(self.config.bank, size=bank_size))
 
@@ -185,14 +222,22 @@ class Probe:
             if each.sums is not None:
                 tensors["sums"].zero_()
                 if self.engine.device.type == "cpu":
-                    # The push into slot 0 opens a block (methods/logsumexp.py). This is rare, and would distort the few
-                    # steps that are timed. On a GPU it is included, because it needs memory.
+                    # The push into slot 0 opens a block (methods/logsumexp.py). This is rare, and
+                    # would distort the few steps that are timed. On a GPU it is included, because
+                    # it needs memory.
                     numbers["pointer"] = each.push_rows % each.size
-            each.load_state(tensors, {**numbers, "stored": each.size, "step": self.config.bank.warmup_steps})
+            each.load_state(
+                tensors, {**numbers, "stored": each.size, "step": self.config.bank.warmup_steps}
+            )
         return bank
 
     def _steps(
-        self, config: TrainConfig, train_set: TrainSet, bank: Bank, count: int, warm_up: bool = False
+        self,
+        config: TrainConfig,
+        train_set: TrainSet,
+        bank: Bank,
+        count: int,
+        warm_up: bool = False,
     ) -> list[float]:
         """Take ``count`` optimizer steps and return the seconds of each step.
 
@@ -203,7 +248,9 @@ class Probe:
         first = (count if self.engine.device.type == "cuda" else 1) if warm_up else 0
         self.encoder.train()
         taken: list[float] = []
-        with contextlib.closing(prefetch(batches.step(step) for step in (*range(first), *range(count)))) as prepared:
+        with contextlib.closing(
+            prefetch(batches.step(step) for step in (*range(first), *range(count)))
+        ) as prepared:
             for _ in range(first + count):
                 start = time.perf_counter()
                 micro_batches = next(prepared)
@@ -231,7 +278,9 @@ def _longest(train_set: TrainSet, most: int, searched: int = 100_000) -> np.ndar
     ends = train_set.positives.offsets[: len(queries) + 1]
     rows, place = np.unique(train_set.positives.values[: ends[-1]], return_inverse=True)
     read = train_set.passages[rows]  # not the whole corpus, which may have millions of passages
-    characters = np.array([len(title) + len(text) for title, text in zip(read["title"], read["text"], strict=True)])
+    characters = np.array(
+        [len(title) + len(text) for title, text in zip(read["title"], read["text"], strict=True)]
+    )
     positives = np.maximum.reduceat(characters[place], ends[:-1])
     in_turn = np.stack([np.argsort(queries)[::-1], np.argsort(positives)[::-1]], axis=1).ravel()
     _, first = np.unique(in_turn, return_index=True)
@@ -283,7 +332,9 @@ def main(what: str, budget: int) -> int:
         return error.exit_code
     except OSError as error:  # a full or read-only disk
         name = error.filename or "a file"
-        print(json.dumps({"error": f"{name}: cannot be read or written ({error.strerror or error})"}))
+        print(
+            json.dumps({"error": f"{name}: cannot be read or written ({error.strerror or error})"})
+        )
         return InputError.exit_code
     print(json.dumps(answer))
     return 0

@@ -1,4 +1,7 @@
-"""Make tables, plots and reports. A report is Markdown or one self-contained HTML page. Only this file imports matplotlib."""
+"""Make tables, plots and reports.
+
+A report is Markdown or one self-contained HTML page. Only this file imports matplotlib.
+"""
 
 import io
 import re
@@ -25,10 +28,13 @@ if TYPE_CHECKING:
 MISSING = "-"
 TEMPLATE = Path(__file__).with_name("report.html")
 INK = "#0a0b0c"
-"""Color of text and axes in a plot. The HTML page replaces this color by the text color of the light or dark theme."""
+"""Color of text and axes in a plot. The HTML page replaces this color by the text color of the
+light or dark theme."""
 COLORS = ("#2f86d1", "#d9682b", "#2a9d72", "#c16fa5", "#c99a1b", "#58a9c9", "#8b7bd8", "#98753f")
 DASHES = ("-", "--", ":", "-.")
-MAX_POINTS = 300  # maximum number of points per curve; in longer logs, neighboring steps are averaged
+MAX_POINTS = (
+    300  # maximum number of points per curve; in longer logs, neighboring steps are averaged
+)
 STYLE = {
     "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
@@ -50,12 +56,19 @@ class Table(NamedTuple):
         return Table([self.heads[n] for n in shown], [[row[n] for n in shown] for row in self.rows])
 
     def markdown(self) -> str:
-        """Return the table as Markdown. Line breaks, control characters and vertical bars in cells are escaped."""
+        """Return the table as Markdown.
+
+        Line breaks, control characters and vertical bars in cells are escaped.
+        """
         escapes = str.maketrans({"|": "\\|", "\n": "\\n"})
-        rows = [[printable(cell).translate(escapes) for cell in row] for row in (self.heads, *self.rows)]
+        rows = [
+            [printable(cell).translate(escapes) for cell in row] for row in (self.heads, *self.rows)
+        ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [rows[0], ["-" * width for width in widths], *rows[1:]]
-        padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+        padded = [
+            [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
+        ]
         return "\n".join("| " + " | ".join(cells) + " |" for cells in padded)
 
 
@@ -73,7 +86,11 @@ def gigabytes(size: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return a duration as text with one or two units, such as: 3 d 4 h, 2 h 5 min, 4 min 10 s, 7.2 s."""
-    for name, length, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+    for name, length, smaller, part in (
+        ("d", 86400, "h", 3600),
+        ("h", 3600, "min", 60),
+        ("min", 60, "s", 1),
+    ):
         if seconds >= length:
             return f"{int(seconds // length)} {name} {int(seconds % length // part)} {smaller}"
     return f"{seconds:.2g} s"
@@ -104,8 +121,13 @@ def html(
     legend: Sequence[tuple[str, str]],
     changed: ChangedQueries,
 ) -> str:
-    """Return a report as an HTML page that loads no other file. ``legend`` contains the label and color of each group."""
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    """Return a report as an HTML page that loads no other file.
+
+    ``legend`` contains the label and color of each group.
+    """
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return page.render(title=title, sections=sections, plots=plots, legend=legend, changed=changed)
 
@@ -114,7 +136,9 @@ def markdown(title: str, sections: Sequence[Section], plots: Sequence[Plot], fol
     """Return a report as Markdown. It shows the plots as PNG files in ``folder``."""
     parts = [f"# {title}", *map(_markdown_section, sections)]
     if plots:
-        figures = [f"![{plot.caption}]({folder}/{plot.name}.png)\n\n{plot.caption}." for plot in plots]
+        figures = [
+            f"![{plot.caption}]({folder}/{plot.name}.png)\n\n{plot.caption}." for plot in plots
+        ]
         parts.insert(3, "\n\n".join(["## Figures", *figures]))
     return "\n\n".join(parts) + "\n"
 
@@ -127,7 +151,9 @@ def _markdown_section(section: Section) -> str:
 def require_matplotlib() -> None:
     """Raise InputError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
-        raise InputError("matplotlib: not installed, but plots need it. Run: pip install 'contaccum[study]'")
+        raise InputError(
+            "matplotlib: not installed, but plots need it. Run: pip install 'contaccum[study]'"
+        )
 
 
 def draw_all(groups: list[RunGroup], metric: str) -> list[Plot]:
@@ -148,7 +174,9 @@ def draw_all(groups: list[RunGroup], metric: str) -> list[Plot]:
             draw(axes, groups, looks, metric)
             if axes.has_data():
                 for axis in (one for one in (axes.xaxis, axes.yaxis) if one.get_scale() == "log"):
-                    axis.set_major_formatter("{x:g}")  # the usual labels are formulas, which STYLE switches off
+                    axis.set_major_formatter(
+                        "{x:g}"
+                    )  # the usual labels are formulas, which STYLE switches off
                     axis.set_minor_formatter("")
                 axes.set_xlabel(xlabel)
                 axes.set_ylabel(ylabel.format(metric=metric))
@@ -187,14 +215,19 @@ def _inline(svg: str, name: str) -> str:
 def curves(group: RunGroup, name: str) -> np.ndarray:
     """Return the curve of the logged value ``name``, with at most MAX_POINTS points.
 
-    The array (4, points) contains the steps, and the mean, minimum and maximum value over the runs of the group.
+    The array (4, points) contains the steps, and the mean, minimum and maximum value over the runs
+    of the group.
     """
     runs = [run.curve(name) for run in group.runs]
     steps = sorted(set().union(*runs))
     width = max(1, -(-len(steps) // MAX_POINTS))
     points = []
     for block in np.array_split(steps, range(width, len(steps), width)):
-        means = [statistics.mean(values) for run in runs if (values := [run[s] for s in block if s in run])]
+        means = [
+            statistics.mean(values)
+            for run in runs
+            if (values := [run[s] for s in block if s in run])
+        ]
         if means:
             points.append((block.mean(), statistics.mean(means), min(means), max(means)))
     return np.array(points).reshape(-1, 4).T
@@ -216,7 +249,9 @@ def _over_steps(*names: str, log: bool = False, level: float | None = None) -> D
                 look |= {"label": group.label} if name == names[0] else {}
                 axes.plot(steps, mean, marker="" if len(steps) > 1 else "o", **look)  # type: ignore[arg-type]
                 if len(group.runs) > 1:
-                    axes.fill_between(steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
+                    axes.fill_between(
+                        steps, low, high, color=look["color"], alpha=0.15, linewidth=0
+                    )
         if log:
             axes.set_yscale("log")
         if level is not None and axes.has_data():
@@ -226,13 +261,17 @@ def _over_steps(*names: str, log: bool = False, level: float | None = None) -> D
     return draw
 
 
-def _metric_over(name: str, axes: "Axes", groups: list[RunGroup], looks: Looks, metric: str) -> None:
+def _metric_over(
+    name: str, axes: "Axes", groups: list[RunGroup], looks: Looks, metric: str
+) -> None:
     for group in groups:
         score, deviation = group.score(metric)
         x, x_deviation = mean_std(getattr(run, name) for run in group.runs)
         if x is not None and score is not None:
             color = looks[group.label]["color"]
-            axes.errorbar(x, score, deviation, x_deviation, fmt="o", color=color, capsize=3, label=group.label)
+            axes.errorbar(
+                x, score, deviation, x_deviation, fmt="o", color=color, capsize=3, label=group.label
+            )
     if axes.has_data():
         _levels(axes, [group for group in groups if group.mean(name) is None], looks, metric)
 
@@ -241,7 +280,13 @@ def _levels(axes: "Axes", groups: list[RunGroup], looks: Looks, metric: str) -> 
     for group in groups:
         score, _ = group.score(metric)
         if score is not None:
-            axes.axhline(score, color=looks[group.label]["color"], linewidth=1.2, linestyle=":", label=group.label)
+            axes.axhline(
+                score,
+                color=looks[group.label]["color"],
+                linewidth=1.2,
+                linestyle=":",
+                label=group.label,
+            )
 
 
 def _dev_over_time(axes: "Axes", groups: list[RunGroup], looks: Looks, metric: str) -> None:
@@ -256,7 +301,10 @@ def _dev_over_time(axes: "Axes", groups: list[RunGroup], looks: Looks, metric: s
 
 
 def _metric_over_bank(axes: "Axes", groups: list[RunGroup], looks: Looks, metric: str) -> None:
-    """Plot the metric over the bank size if a method ran with several sizes. A method without a bank is a horizontal line."""
+    """Plot the metric over the bank size if a method ran with several sizes.
+
+    A method without a bank is a horizontal line.
+    """
     lines: dict[str, list[RunGroup]] = defaultdict(list)
     for group in filter(bank_size, groups):
         if group.scores(metric):
@@ -266,7 +314,10 @@ def _metric_over_bank(axes: "Axes", groups: list[RunGroup], looks: Looks, metric
     for label, members in lines.items():
         members.sort(key=bank_size)
         scores, deviations = zip(*(group.score(metric) for group in members), strict=True)
-        sizes, errors = [bank_size(group) for group in members], [deviation or 0.0 for deviation in deviations]
+        sizes, errors = (
+            [bank_size(group) for group in members],
+            [deviation or 0.0 for deviation in deviations],
+        )
         color = looks[members[0].label]["color"]
         axes.errorbar(sizes, scores, errors, marker="o", color=color, capsize=3, label=label)
     _levels(axes, [group for group in groups if not bank_size(group)], looks, metric)
@@ -282,7 +333,10 @@ def bank_size(group: RunGroup) -> int:
 
 
 def _bank_age(axes: "Axes", groups: list[RunGroup], looks: Looks, metric: str) -> None:
-    """Plot the age of the bank's rows. If this age never changes, the report has a sentence instead (``constant_age``)."""
+    """Plot the age of the bank's rows.
+
+    If this age never changes, the report has a sentence instead (``constant_age``).
+    """
     if len({age for group in groups for name in AGES for age in curves(group, name)[1:].flat}) > 1:
         _over_steps(*AGES)(axes, groups, looks, metric)
 
@@ -290,7 +344,9 @@ def _bank_age(axes: "Axes", groups: list[RunGroup], looks: Looks, metric: str) -
 def _drift_by_age(axes: "Axes", groups: list[RunGroup], looks: Looks, _: str) -> None:
     for group in groups:
         cosines: dict[int, list[float]] = defaultdict(list)
-        for one in (one for run in group.runs for line in run.steps for one in line.get("drift", [])):
+        for one in (
+            one for run in group.runs for line in run.steps for one in line.get("drift", [])
+        ):
             cosines[one["age"]].append(one["passage"])
         if cosines:
             means = [statistics.mean(cosines[age]) for age in sorted(cosines)]
@@ -300,22 +356,28 @@ def _drift_by_age(axes: "Axes", groups: list[RunGroup], looks: Looks, _: str) ->
 
 FIGURES: dict[str, tuple[str, str, str, Draw]] = {
     "metric-time": (
-        "{metric} on the test data against training seconds; bars are standard deviations over seeds, horizontal lines are "
+        "{metric} on the test data against training seconds; bars are standard deviations over "
+        "seeds, horizontal lines are "
         "baselines without training",
         "training seconds", "{metric}", partial(_metric_over, "train_seconds"),
     ),
-    "dev-time": ("{metric} on dev during training, one line per seed", "training seconds", "dev {metric}", _dev_over_time),
+    "dev-time": ("{metric} on dev during training, one line per seed", "training "
+                                                                       "seconds", "dev {metric}", _dev_over_time),
     "metric-memory": (
-        "{metric} on the test data against peak memory", "peak memory, MiB", "{metric}", partial(_metric_over, "peak_mib"),
+        "{metric} on the test data against peak memory", "peak memory, "
+                                                         "MiB", "{metric}", partial(_metric_over, "peak_mib"),
     ),
-    "metric-bank": ("{metric} on the test data against the bank size", "bank size M, rows", "{metric}", _metric_over_bank),
+    "metric-bank": ("{metric} on the test data against the bank size", "bank size M, "
+                                                                       "rows", "{metric}", _metric_over_bank),
     "loss": (
-        "Loss over steps, mean and range over seeds; methods use different numbers of negatives, so do not compare the levels "
+        "Loss over steps, mean and range over seeds; methods use different numbers of negatives, "
+        "so do not compare the levels "
         "of their losses",
         "step", "loss", _over_steps("loss"),
     ),
     "grad-ratio": (
-        "Gradient norm of the passage tower divided by that of the query tower; 1 means equal norms",
+        "Gradient norm of the passage tower divided by that of the query tower; 1 means equal "
+        "norms",
         "step", "passage / query", _over_steps("grad_norm_ratio", log=True, level=1.0),
     ),
     "grad-norms": (
@@ -323,11 +385,13 @@ FIGURES: dict[str, tuple[str, str, str, Draw]] = {
         "step", "L2 norm", _over_steps("query_grad_norm", "passage_grad_norm", log=True),
     ),
     "bank-age": (
-        "Age of the bank's rows at the start of a step (solid line: mean age, dashed line: age of the oldest row)",
+        "Age of the bank's rows at the start of a step (solid line: mean age, dashed line: age of "
+        "the oldest row)",
         "step", "optimizer steps", _bank_age,
     ),
     "bank-drift": (
-        "Cosine between stored embeddings and embeddings from the current weights, mean over a sample of the bank (solid line: "
+        "Cosine between stored embeddings and embeddings from the current weights, mean over a "
+        "sample of the bank (solid line: "
         "queries, dashed line: passages)",
         "step", "cosine", _over_steps("drift_query_cosine", "drift_passage_cosine"),
     ),

@@ -28,12 +28,17 @@ def run_plan(options: PlanConfig, config: TrainConfig) -> str:
     measured: dict[str, Measurement] = {}
     for method in methods:
         varied = replace(config, method=method)  # type: ignore[arg-type]
-        validate(varied, warn=method == config.method)  # other methods may not read all settings of the config
+        validate(
+            varied, warn=method == config.method
+        )  # other methods may not read all settings of the config
         print(f"measuring {method}", file=sys.stderr)
         measured[method] = measure_method(varied, budget)
     if options.output is not None:
         n = config.batch.global_batch_size
-        rows = [{"method": name, **asdict(found), "epoch": found.epoch(n)} for name, found in measured.items()]
+        rows = [
+            {"method": name, **asdict(found), "epoch": found.epoch(n)}
+            for name, found in measured.items()
+        ]
         write_json(options.output, {"memory": budget, "methods": rows})
     return render(measured, config, budget)
 
@@ -51,17 +56,25 @@ def render(measured: dict[str, Measurement], config: TrainConfig, budget: int) -
     table = Table(["method", "largest B", "peak", "error", "s/step", "epoch", "largest bank"], rows)
     lines = [
         table.markdown(),
-        f"The memory budget is {gigabytes(budget)} for one process; N = {n}. Peak, s/step and epoch belong to the largest B, "
-        f"with a bank of {m} rows. Largest bank: the maximum number of rows that fit with batch.micro_batch_size (B = {b}).",
+        f"The memory budget is {gigabytes(budget)} for one process; N = {n}. Peak, s/step and "
+        "epoch belong to the largest B, "
+        f"with a bank of {m} rows. Largest bank: the maximum number of rows that fit with "
+        f"batch.micro_batch_size (B = {b}).",
     ]
     context = max(found.context for found in measured.values())
     if context >= budget:
-        used = f"CUDA and other programs on this GPU use {gigabytes(context)}, so no size fits into the budget"
+        used = (
+            f"CUDA and other programs on this GPU use {gigabytes(context)}, so no size fits "
+            "into the budget"
+        )
         lines.append(f"{used}. End the other programs, or raise --memory.")
     elif context:
         lines.append(
-            f"The peak is the memory that PyTorch reserves, plus {gigabytes(context)} for CUDA and other programs on this GPU. "
-            f"For the same limit in training, set run.memory_budget to {(budget - context) // 10**6}MB. The environment variable "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces fragmentation; set it for both the plan and training."
+            f"The peak is the memory that PyTorch reserves, plus {gigabytes(context)} for CUDA and "
+            "other programs on this GPU. "
+            "For the same limit in training, set run.memory_budget to "
+            f"{(budget - context) // 10**6}MB. The environment variable "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces fragmentation; set it for "
+            "both the plan and training."
         )
     return "\n".join(lines)

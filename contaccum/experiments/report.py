@@ -24,30 +24,46 @@ from contaccum.experiments.run_records import (
 )  # fmt: skip
 from contaccum.runtime.files import write_text
 
-WIDE_ONLY = ("N", "B", "bank", "pairs/s", "wait %")  # columns that the console shows only with --wide
+WIDE_ONLY = (
+    "N",
+    "B",
+    "bank",
+    "pairs/s",
+    "wait %",
+)  # columns that the console shows only with --wide
 SIGNIFICANT = 0.05  # largest p value of a significant difference
-SAME_MEMORY = 0.05  # peaks count as equal if each exceeds the smallest of them by at most this share
+SAME_MEMORY = (
+    0.05  # peaks count as equal if each exceeds the smallest of them by at most this share
+)
 MEMORY_NOTE = (
-    f"Settings count as equal in memory if no peak is more than {SAME_MEMORY:.0%} above the smallest one. On a GPU, the peak is "
-    "the allocated memory. On a CPU, it is the resident memory of the process, which includes libraries and data."
+    f"Settings count as equal in memory if no peak is more than {SAME_MEMORY:.0%} above the "
+    "smallest one. On a GPU, the peak is "
+    "the allocated memory. On a CPU, it is the resident memory of the process, which includes "
+    "libraries and data."
 )
 
 
 def console_report(
     folders: Sequence[str], metric: str, against: str | None, page: str | None, wide: bool = False
 ) -> str:
-    """Return the table of runs as text. If ``page`` is given, also write the report to this HTML file.
+    """Return the table of runs as text.
+
+    If ``page`` is given, also write the report to this HTML file.
 
     Warn if the runs were evaluated on different test queries.
 
-    against: folder of the reference run of the significance tests. None: no tests. wide: True to show all columns.
+    against: folder of the reference run of the significance tests. None: no tests. wide: True to
+    show all columns.
     """
     runs = [load_run_record(folder) for folder in folders]
     tested = {frozenset(run.per_query): run for run in runs if run.per_query}
     if len(tested) > 1:
-        first, second, *_ = (f"{run.folder} has {len(run.per_query)} queries" for run in tested.values())
+        first, second, *_ = (
+            f"{run.folder} has {len(run.per_query)} queries" for run in tested.values()
+        )
         warnings.warn(
-            f"the runs were evaluated on different test queries ({first}, {second}); their metrics cannot be compared",
+            f"the runs were evaluated on different test queries ({first}, {second}); their metrics "
+            "cannot be compared",
             stacklevel=2,
         )
     groups, found = group_runs(runs), []
@@ -61,18 +77,25 @@ def console_report(
     if page:
         sections = sections_of(runs, groups, metric, found)
         changed = changed_queries(groups, found, metric)
-        write_text(page, html("Report", sections, draw_all(groups, metric), legend(groups), changed))
+        write_text(
+            page, html("Report", sections, draw_all(groups, metric), legend(groups), changed)
+        )
     return "\n\n".join(parts)
 
 
 def _reference_folder(runs: Sequence[RunRecord], folder: str) -> Path:
-    """Return the folder of the reference run. Raise InputError if ``folder`` is no run of the report, or was not evaluated."""
+    """Return the folder of the reference run.
+
+    Raise InputError if ``folder`` is no run of the report, or was not evaluated.
+    """
     named = next((run for run in runs if run.folder.resolve() == Path(folder).resolve()), None)
     if named is None:
         known = ", ".join(str(run.folder) for run in runs)
         raise InputError(f"--against is {folder}; it must be one of the runs {known}")
     if not named.per_query:
-        raise InputError(f"{folder}: has no metrics per query; evaluate the run on the test data first")
+        raise InputError(
+            f"{folder}: has no metrics per query; evaluate the run on the test data first"
+        )
     return named.folder
 
 
@@ -86,22 +109,29 @@ def sections_of(
 ) -> list[Section]:
     """Return the sections of a report.
 
-    found: significance tests. failed: messages of failed runs. equal_cost: True if all runs have equal cost; then the tables at
-    equal batch size and at equal time are left out, because they would mislead.
+    found: significance tests. failed: messages of failed runs. equal_cost: True if all runs have
+    equal cost; then the tables at equal batch size and at equal time are left out, because they
+    would mislead.
     """
-    sections = [Section("Result", verdict(groups, metric, found)), _quality_section(groups, metric, found, failed)]
+    sections = [
+        Section("Result", verdict(groups, metric, found)),
+        _quality_section(groups, metric, found, failed),
+    ]
     trained = [group for group in groups if group.method]
     by_size = by_global_batch(trained)
     for size, members in by_size.items() if len(by_size) > 1 and not equal_cost else ():
         sections.append(Section(f"At equal N = {size}", (), [quality(members, metric)]))
     if trained:
-        sections.append(Section("At equal peak memory", (), [equal_memory(groups, metric)], (MEMORY_NOTE,)))
+        sections.append(
+            Section("At equal peak memory", (), [equal_memory(groups, metric)], (MEMORY_NOTE,))
+        )
     if trained and not equal_cost:
         sections.append(_time_section(groups, metric))
     if (settings := settings_table(trained)).rows:
         sections.append(Section("Settings that differ", (), [settings]))
     footnotes = (
-        "s/step, pairs/s, grad ratio and negatives are medians over the steps of a run, without the first step.",
+        "s/step, pairs/s, grad ratio and negatives are medians over the steps of a run, without "
+        "the first step.",
         *([age] if (age := constant_age(groups)) else []),
     )
     sections.append(Section("Runs", (), [runs_table(runs, metric)], footnotes))
@@ -117,7 +147,11 @@ def verdict(groups: list[RunGroup], metric: str, found: list[Difference]) -> lis
         return [f"No run has {metric} on the test data."]
     words = [f"{scored[0].label} has the highest {metric}: {number(scored[0].score(metric)[0])}."]
     if not found:
-        return [f"{words[0]} No significance test was run, so this may be due to chance."] if len(scored) > 1 else words
+        return (
+            [f"{words[0]} No significance test was run, so this may be due to chance."]
+            if len(scored) > 1
+            else words
+        )
     # one sentence for each reference and kind of test
     sentences: dict[tuple[str, str], dict[str, list[str]]] = {}
     for one in found:
@@ -129,8 +163,12 @@ def verdict(groups: list[RunGroup], metric: str, found: list[Difference]) -> lis
         empty: dict[str, list[str]] = {"better": [], "worse": [], "not significantly different": []}
         sentences.setdefault((one.reference.label, over), empty)[kind].append(one.group.label)
     for (reference, over), kinds in sentences.items():
-        parts = "; ".join(f"{kind}: {', '.join(labels)}" for kind, labels in kinds.items() if labels)
-        words.append(f"Compared with {reference} over {over} (corrected p below {SIGNIFICANT}): {parts}.")
+        parts = "; ".join(
+            f"{kind}: {', '.join(labels)}" for kind, labels in kinds.items() if labels
+        )
+        words.append(
+            f"Compared with {reference} over {over} (corrected p below {SIGNIFICANT}): {parts}."
+        )
     return words
 
 
@@ -140,10 +178,15 @@ def constant_age(groups: list[RunGroup]) -> str | None:
     ages = {line[key] for line in logged for key in AGES if line.get(key) is not None}
     if len(ages) != 1:
         return None
-    return f"Age of all rows in the bank at the start of a step: {ages.pop():g} optimizer steps, in every run."
+    return (
+        f"Age of all rows in the bank at the start of a step: {ages.pop():g} optimizer steps, "
+        "in every run."
+    )
 
 
-def _quality_section(groups: list[RunGroup], metric: str, found: list[Difference], failed: Sequence[str]) -> Section:
+def _quality_section(
+    groups: list[RunGroup], metric: str, found: list[Difference], failed: Sequence[str]
+) -> Section:
     notes = [f"{metric} on the test data: mean and standard deviation (sd) over seeds."]
     if failed:
         notes.append("Failed runs, not in the tables: " + "; ".join(failed))
@@ -153,18 +196,26 @@ def _quality_section(groups: list[RunGroup], metric: str, found: list[Difference
         return Section(title, notes, [quality(groups, metric)])
     queries = ", ".join(dict.fromkeys(str(one.found.queries) for one in found))
     footnote = (
-        f"A difference in {metric} is a mean over seeds and {queries} queries. The permutation test (sign flips) and Student's "
-        "paired t-test check whether the difference of these trained models generalizes to other queries. The test in the "
-        "last column (min F', Clark 1973) checks whether it generalizes to other queries and other seeds; it needs at least two "
-        f"seeds. All p values are two-sided. Holm's method corrects each type of test for the {len(found)} comparisons of this "
-        "report. Effect d is the mean difference divided by the standard deviation of the differences. If the reference method "
+        f"A difference in {metric} is a mean over seeds and {queries} queries. The permutation "
+        "test (sign flips) and Student's "
+        "paired t-test check whether the difference of these trained models generalizes to other "
+        "queries. The test in the "
+        "last column (min F', Clark 1973) checks whether it generalizes to other queries and other "
+        "seeds; it needs at least two "
+        "seeds. All p values are two-sided. Holm's method corrects each type of test for the "
+        f"{len(found)} comparisons of this "
+        "report. Effect d is the mean difference divided by the standard deviation of the "
+        "differences. If the reference method "
         "has several settings, its best setting is the reference."
     )
     return Section(title, notes, [quality(groups, metric), tests_table(found)], (footnote,))
 
 
 def quality(groups: list[RunGroup], metric: str) -> Table:
-    """Return a table with the metric and the training cost of each group. The group with the best metric comes first."""
+    """Return a table with the metric and the training cost of each group.
+
+    The group with the best metric comes first.
+    """
     rows = [
         [
             group.label,
@@ -177,7 +228,9 @@ def quality(groups: list[RunGroup], metric: str) -> Table:
         ]
         for group in best_first(groups, metric)
     ]
-    return Table(["setting", metric, "sd", "seeds", "train s", "peak MiB", "grad ratio", "negatives"], rows)
+    return Table(
+        ["setting", metric, "sd", "seeds", "train s", "peak MiB", "grad ratio", "negatives"], rows
+    )
 
 
 def tests_table(found: list[Difference]) -> Table:
@@ -197,14 +250,26 @@ def tests_table(found: list[Difference]) -> Table:
             f"{one.wins} / {one.losses}",
         ]
         rows.append([*row, *p_values])
-    heads = ["setting", "against", "difference", "95 % interval", "effect d", "better / worse queries"]
+    heads = [
+        "setting",
+        "against",
+        "difference",
+        "95 % interval",
+        "effect d",
+        "better / worse queries",
+    ]
     return Table([*heads, "p permutation", "p t", "p seeds and queries"], rows)
 
 
 def equal_memory(groups: list[RunGroup], metric: str) -> Table:
-    """Return a table of the groups, sorted into classes of about equal peak memory. Groups without peaks are left out."""
+    """Return a table of the groups, sorted into classes of about equal peak memory.
+
+    Groups without peaks are left out.
+    """
     peaks = {group.label: peak for group in groups if (peak := group.mean("peak_mib")) is not None}
-    left = sorted((group for group in groups if group.label in peaks), key=lambda group: peaks[group.label])
+    left = sorted(
+        (group for group in groups if group.label in peaks), key=lambda group: peaks[group.label]
+    )
     rows = []
     while left:
         least = peaks[left[0].label]
@@ -212,19 +277,28 @@ def equal_memory(groups: list[RunGroup], metric: str) -> Table:
         left = left[len(members) :]
         bounds = f"{least:.0f} to {least * (1 + SAME_MEMORY):.0f}"
         for group in best_first(members, metric):
-            size, mib = text(group.setting("batch.global_batch_size")), number(peaks[group.label], ".0f")
+            size, mib = (
+                text(group.setting("batch.global_batch_size")),
+                number(peaks[group.label], ".0f"),
+            )
             rows.append([bounds, group.label, size, mib, *map(number, group.score(metric))])
     return Table(["MiB", "setting", "N", "peak MiB", metric, "sd"], rows)
 
 
 def _time_section(groups: list[RunGroup], metric: str) -> Section:
-    how = "Training seconds are the sum of the logged seconds per step, without evaluations, checkpoints and drift measurements."
+    how = (
+        "Training seconds are the sum of the logged seconds per step, without evaluations, "
+        "checkpoints and drift measurements."
+    )
     title, limited = "At equal training time", equal_time(groups, metric)
     if limited is None:
-        return Section(title, (), (), (f"No run was evaluated on dev (data.dev, run.eval_steps). {how}",))
+        return Section(
+            title, (), (), (f"No run was evaluated on dev (data.dev, run.eval_steps). {how}",)
+        )
     seconds, table = limited
     note = (
-        f"The time limit is {seconds:.1f} s, the total training time of the fastest setting. Each score is from the last dev "
+        f"The time limit is {seconds:.1f} s, the total training time of the fastest setting. Each "
+        "score is from the last dev "
         f"evaluation within this limit. {how}"
     )
     return Section(title, (), [table], (note,))
@@ -233,11 +307,14 @@ def _time_section(groups: list[RunGroup], metric: str) -> Section:
 def equal_time(groups: list[RunGroup], metric: str) -> tuple[float, Table] | None:
     """Return a training time in seconds, and a table of the dev scores of the groups at this time.
 
-    The training time of a group is that of its slowest run. The shortest time of all groups is returned. Groups without dev
-    scores are left out. Return None if no group remains.
+    The training time of a group is that of its slowest run. The shortest time of all groups is
+    returned. Groups without dev scores are left out. Return None if no group remains.
     """
     trained = [group for group in groups if any(run.evaluations for run in group.runs)]
-    ends = [[run.train_seconds for run in group.runs if run.train_seconds is not None] for group in trained]
+    ends = [
+        [run.train_seconds for run in group.runs if run.train_seconds is not None]
+        for group in trained
+    ]
     times = [max(seconds) for seconds in ends if seconds]
     if not times:
         return None
@@ -247,30 +324,70 @@ def equal_time(groups: list[RunGroup], metric: str) -> tuple[float, Table] | Non
         mean, deviation = mean_std(score for _, score in reached)
         steps = mean_std(step for step, _ in reached)[0]
         total = number(group.mean("train_seconds"), ".1f")
-        rows.append([group.label, number(mean), number(deviation), str(len(reached)), number(steps, ".0f"), total])
+        rows.append(
+            [
+                group.label,
+                number(mean),
+                number(deviation),
+                str(len(reached)),
+                number(steps, ".0f"),
+                total,
+            ]
+        )
     rows.sort(key=lambda row: row[1], reverse=True)
-    return min(times), Table(["setting", f"dev {metric}", "sd", "seeds", "steps", "total train s"], rows)
+    return min(times), Table(
+        ["setting", f"dev {metric}", "sd", "seeds", "steps", "total train s"], rows
+    )
 
 
 def score_at(run: RunRecord, seconds: float, metric: str) -> tuple[int, float] | None:
     """Return step and dev metric of the last evaluation in the first ``seconds`` of training, or None if there is none."""
-    early = [line for line in run.evaluations if run.evaluation_times.get(line["step"], float("inf")) <= seconds]
-    return (early[-1]["step"], early[-1]["dev"][metric]) if early and metric in early[-1]["dev"] else None
+    early = [
+        line
+        for line in run.evaluations
+        if run.evaluation_times.get(line["step"], float("inf")) <= seconds
+    ]
+    return (
+        (early[-1]["step"], early[-1]["dev"][metric])
+        if early and metric in early[-1]["dev"]
+        else None
+    )
 
 
 def settings_table(trained: list[RunGroup]) -> Table:
-    """Return a table of the settings that differ between the trained groups. Each group has a column."""
+    """Return a table of the settings that differ between the trained groups.
+
+    Each group has a column.
+    """
     names = ["method", *varied(run for group in trained for run in group.runs)]
     rows = [[name, *(text(group.setting(name)) for group in trained)] for name in names]
-    return Table(["setting", *(group.label for group in trained)], [row for row in rows if len(set(row[1:])) > 1])
+    return Table(
+        ["setting", *(group.label for group in trained)],
+        [row for row in rows if len(set(row[1:])) > 1],
+    )
 
 
 def runs_table(runs: Sequence[RunRecord], metric: str) -> Table:
-    """Return a table with one row per run. The run with the best metric comes first, runs without the metric last.
+    """Return a table with one row per run.
 
-    The columns s/step, pairs/s, grad ratio and negatives are medians over the steps of a run, without the first step.
+    The run with the best metric comes first, runs without the metric last.
+
+    The columns s/step, pairs/s, grad ratio and negatives are medians over the steps of a run,
+    without the first step.
     """
-    heads = ["run", "method", "N", "B", "bank", metric, "s/step", "pairs/s", "peak MiB", "wait %", "grad ratio"]
+    heads = [
+        "run",
+        "method",
+        "N",
+        "B",
+        "bank",
+        metric,
+        "s/step",
+        "pairs/s",
+        "peak MiB",
+        "wait %",
+        "grad ratio",
+    ]
     rows = [
         [
             run.name,
@@ -299,22 +416,41 @@ def _micro_batch(run: RunRecord) -> int | str | None:
 
 
 def runs_csv(runs: Sequence[RunRecord]) -> Table:
-    """Return a table with the metrics, logged values and settings of each run. The numbers are not rounded."""
+    """Return a table with the metrics, logged values and settings of each run.
+
+    The numbers are not rounded.
+    """
     means = [(run.metrics or {}).get("mean", {}) for run in runs]
     metrics = list(dict.fromkeys(name for mean in means for name in mean))
     settings = list(dict.fromkeys(name for run in runs for name in run.config))
     totals = ("train_seconds", "peak_memory")
-    medians = ("seconds", "grad_norm_ratio", "negatives", "drift_query_cosine", "drift_passage_cosine")
+    medians = (
+        "seconds",
+        "grad_norm_ratio",
+        "negatives",
+        "drift_query_cosine",
+        "drift_passage_cosine",
+    )
     rows = []
     for run, mean in zip(runs, means, strict=True):
-        values = [*map(mean.get, metrics), *(getattr(run, name) for name in totals), *map(run.median, medians)]
+        values = [
+            *map(mean.get, metrics),
+            *(getattr(run, name) for name in totals),
+            *map(run.median, medians),
+        ]
         values += map(run.config.get, settings)
         rows.append([run.name, *("" if value is None else str(value) for value in values)])
     return Table(["run", *metrics, *totals, *medians, *settings], rows)
 
 
 def environments(runs: list[RunRecord]) -> Table:
-    """Return a table of the software versions and devices of the runs. If the runs differ, a cell lists all values."""
+    """Return a table of the software versions and devices of the runs.
+
+    If the runs differ, a cell lists all values.
+    """
     known = [run.environment for run in runs if run.environment]
     names = list(dict.fromkeys(name for found in known for name in found))
-    return Table(["", ""], [[n, ", ".join(dict.fromkeys(str(found.get(n)) for found in known))] for n in names])
+    return Table(
+        ["", ""],
+        [[n, ", ".join(dict.fromkeys(str(found.get(n)) for found in known))] for n in names],
+    )

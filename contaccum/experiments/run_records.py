@@ -71,14 +71,26 @@ class RunRecord:
 
         The time of evaluations, checkpoints and drift measurements is not counted.
         """
-        return dict(zip([line["step"] for line in self.steps], accumulate(self._totals("seconds")), strict=True))
+        return dict(
+            zip(
+                [line["step"] for line in self.steps],
+                accumulate(self._totals("seconds")),
+                strict=True,
+            )
+        )
 
     @cached_property
     def evaluation_times(self) -> dict[int, float]:
         """Step of an evaluation on dev -> seconds of training up to this step, interpolated between the logged steps."""
         last = max(self.times, default=0)
         steps = [line["step"] for line in self.evaluations if line["step"] <= last]
-        return dict(zip(steps, np.interp(steps, [0, *self.times], [0.0, *self.times.values()]).tolist(), strict=True))
+        return dict(
+            zip(
+                steps,
+                np.interp(steps, [0, *self.times], [0.0, *self.times.values()]).tolist(),
+                strict=True,
+            )
+        )
 
     @property
     def train_seconds(self) -> float | None:
@@ -86,7 +98,10 @@ class RunRecord:
 
     @property
     def waited(self) -> float | None:
-        """Share of the training time in which training waits for data. The first line of the log is not counted."""
+        """Share of the training time in which training waits for data.
+
+        The first line of the log is not counted.
+        """
         waited, seconds = self._totals("waited"), self._totals("seconds")
         return sum(waited[1:] or waited) / sum(seconds[1:] or seconds) if seconds else None
 
@@ -105,7 +120,9 @@ class RunRecord:
         return (self.metrics or {}).get("per_query") or {}
 
     def score(self, metric: str) -> float | None:
-        """Return the mean of a metric over the test queries. Return None if the run was not evaluated.
+        """Return the mean of a metric over the test queries.
+
+        Return None if the run was not evaluated.
 
         Raises InputError if the metrics file does not contain the metric.
         """
@@ -118,7 +135,10 @@ class RunRecord:
         return mean[metric]
 
     def median(self, name: str) -> float | None:
-        """Return the median of the logged value ``name`` over the steps. The first step is not counted, because it is slower."""
+        """Return the median of the logged value ``name`` over the steps.
+
+        The first step is not counted, because it is slower.
+        """
         values = [line[name] for line in self.steps[1:] or self.steps if line.get(name) is not None]
         return statistics.median(values) if values else None
 
@@ -128,24 +148,33 @@ class RunRecord:
 
 
 def dev_score(run: Path) -> float | None:
-    """Return the dev metric of the tuning run in the folder ``run``. Return None if the run is not finished."""
+    """Return the dev metric of the tuning run in the folder ``run``.
+
+    Return None if the run is not finished.
+    """
     file = run / TUNED_FILE
     return read_json(file, DevScore)["score"] if file.is_file() else None
 
 
 def load_run_record(folder: str | Path) -> RunRecord:
-    """Read the folder of a run, or a metrics file. Raise InputError if there are neither settings nor metrics."""
+    """Read the folder of a run, or a metrics file.
+
+    Raise InputError if there are neither settings nor metrics.
+    """
     path = Path(folder)
     metrics_file = path if path.is_file() else path / METRICS_FILE
     metrics = read_metrics(metrics_file) if metrics_file.is_file() else None
     if not (path / CONFIG_FILE).is_file():
         if metrics is None:
-            raise InputError(f"{path}: no {CONFIG_FILE} and no {METRICS_FILE}; this is not the folder of a run")
+            raise InputError(
+                f"{path}: no {CONFIG_FILE} and no {METRICS_FILE}; this is not the folder of a run"
+            )
         return RunRecord(path, {}, [], [], metrics, {})
     config = flat(read_config(path))
     if config.get("method") not in METHOD_SPECS:
         raise InputError(
-            f"{path / CONFIG_FILE}: method is {config.get('method')!r}; expected one of {', '.join(METHOD_SPECS)}"
+            f"{path / CONFIG_FILE}: method is {config.get('method')!r}; expected one of "
+            f"{', '.join(METHOD_SPECS)}"
         )
     lines = read_log(path)
     steps = [line for line in lines if "loss" in line]
@@ -153,7 +182,10 @@ def load_run_record(folder: str | Path) -> RunRecord:
     return RunRecord(path, config, steps, evaluations, metrics, read_environment(path))
 
 
-AGES = ("bank_age_mean", "bank_age_max")  # names in the log of the mean and the maximum age of the bank's rows
+AGES = (
+    "bank_age_mean",
+    "bank_age_max",
+)  # names in the log of the mean and the maximum age of the bank's rows
 
 
 def for_order(score: float | None) -> float:
@@ -172,7 +204,9 @@ def mean_std(values: Iterable[float | None]) -> tuple[float | None, float | None
     Without values, the mean is None; with fewer than two, the standard deviation is None.
     """
     known = [value for value in values if value is not None]
-    return statistics.mean(known) if known else None, statistics.stdev(known) if len(known) > 1 else None
+    return statistics.mean(known) if known else None, statistics.stdev(known) if len(
+        known
+    ) > 1 else None
 
 
 @dataclass
@@ -198,14 +232,19 @@ class RunGroup:
 
     def per_query(self) -> dict[int | None, QueryScores]:
         """Return the metrics per query of every run: seed of the run (None for a baseline) -> query id -> metrics."""
-        return {run.seed if run.method else None: run.per_query for run in self.runs if run.per_query}
+        return {
+            run.seed if run.method else None: run.per_query for run in self.runs if run.per_query
+        }
 
     def mean(self, name: str) -> float | None:
         """Return the mean of an attribute of RunRecord, such as ``train_seconds``, over the runs."""
         return mean_std(getattr(run, name) for run in self.runs)[0]
 
     def median(self, name: str) -> float | None:
-        """Take the median of the logged value ``name`` in each run. Return the median of these medians, None without values."""
+        """Take the median of the logged value ``name`` in each run.
+
+        Return the median of these medians, None without values.
+        """
         values = [value for run in self.runs if (value := run.median(name)) is not None]
         return statistics.median(values) if values else None
 
@@ -219,14 +258,18 @@ def varied(runs: Iterable[RunRecord]) -> list[str]:
     return [
         name
         for name in train_settings()
-        if len({json.dumps(run.config.get(name)) for run in trained if affects(name, run.method)}) > 1
+        if len({json.dumps(run.config.get(name)) for run in trained if affects(name, run.method)})
+        > 1
     ]
 
 
 def group_runs(runs: list[RunRecord], labels: Mapping[Path, str] | None = None) -> list[RunGroup]:
-    """Group runs that differ only in the seed. A second run with the same seed starts a new group. A baseline starts its own.
+    """Group runs that differ only in the seed.
 
-    labels: folder of a run -> label of the run's group. Default label: the method and the settings that differ.
+    A second run with the same seed starts a new group. A baseline starts its own.
+
+    labels: folder of a run -> label of the run's group. Default label: the method and the settings
+    that differ.
     """
     names = varied(runs)
     groups: dict[tuple[bool, str], RunGroup] = {}
@@ -268,17 +311,26 @@ def differences(
 ) -> list[Difference]:
     """Test each group against its reference group.
 
-    reference: folders of the reference runs. A reference group contains at least one of them. equal_batch: if True, a group of
-    training runs is compared only with a baseline, or with a group that has the same global batch size. If several reference
-    groups are possible, the one with the best metric is used.
+    reference: folders of the reference runs. A reference group contains at least one of them.
+    equal_batch: if True, a group of training runs is compared only with a baseline, or with a group
+    that has the same global batch size. If several reference groups are possible, the one with the
+    best metric is used.
     """
     pairs, baselines = [], [group for group in groups if group.method is None]
     for size, members in by_global_batch(groups).items() if equal_batch else [(None, groups)]:
         known = groups if size is None else [*members, *baselines]
-        chosen = [one for one in known if any(run.folder in reference for run in one.runs) and one.scores(metric)]
+        chosen = [
+            one
+            for one in known
+            if any(run.folder in reference for run in one.runs) and one.scores(metric)
+        ]
         best = max(chosen, key=lambda group: group.score(metric)[0] or 0.0, default=None)
         if best is not None and best.per_query():
-            pairs += [(group, best) for group in members if group.label != best.label and group.per_query()]
+            pairs += [
+                (group, best)
+                for group in members
+                if group.label != best.label and group.per_query()
+            ]
     found = [compare(group.per_query(), other.per_query(), metric) for group, other in pairs]
     # Holm's method corrects each of the three kinds of test on its own
     p_permutation = holm([one.p_permutation for one in found])

@@ -19,8 +19,8 @@ Values = tuple[tuple[str, str], ...]
 class Variant:
     """One entry of a comparison: a method, fixed values of settings, and candidates.
 
-    A candidate is a combination of values of the settings to tune. Tuning chooses one candidate. A single candidate needs no
-    tuning.
+    A candidate is a combination of values of the settings to tune. Tuning chooses one candidate. A
+    single candidate needs no tuning.
     """
 
     label: str
@@ -35,7 +35,9 @@ class Variant:
 
 def named(first: str, values: Values) -> str:
     """Join ``first`` and the values into one name of a run or folder, such as ``cont_accum-size=64-learning_rate=2e-5``."""
-    return "-".join([first, *(f"{name.partition('.')[2] or name}={value}" for name, value in values)])
+    return "-".join(
+        [first, *(f"{name.partition('.')[2] or name}={value}" for name, value in values)]
+    )
 
 
 def comma_list(text: str) -> list[str]:
@@ -44,7 +46,10 @@ def comma_list(text: str) -> list[str]:
 
 
 def read_names(option: str, text: str, known: Iterable[str]) -> list[str]:
-    """Return the names in a comma-separated text. Raise InputError for a name that ``known`` lacks."""
+    """Return the names in a comma-separated text.
+
+    Raise InputError for a name that ``known`` lacks.
+    """
     names = list(dict.fromkeys(comma_list(text)))
     for name in names:
         if name not in known:
@@ -59,7 +64,9 @@ def read_values(option: str, entries: tuple[str, ...]) -> dict[str, list[str]]:
         name, _, values = entry.partition("=")
         _check_name(f"{option}: {entry!r}", name)
         if name in found or not comma_list(values):
-            raise InputError(f"{option}: {entry!r}; expected GROUP.FIELD=v1,v2, and each setting only once")
+            raise InputError(
+                f"{option}: {entry!r}; expected GROUP.FIELD=v1,v2, and each setting only once"
+            )
         found[name] = list(dict.fromkeys(comma_list(values)))
     return found
 
@@ -67,11 +74,14 @@ def read_values(option: str, entries: tuple[str, ...]) -> dict[str, list[str]]:
 def _check_name(where: str, name: str) -> None:
     if name not in train_settings() or not any(affects(name, method) for method in METHOD_SPECS):
         raise InputError(
-            f"{where}: {name!r} is not a setting that changes the trained model; use one such as bank.size"
+            f"{where}: {name!r} is not a setting that changes the trained model; use one such as "
+            "bank.size"
         )
 
 
-def variants(methods: list[str], varied: Mapping[str, list[str]], tuned: Mapping[str, list[str]]) -> list[Variant]:
+def variants(
+    methods: list[str], varied: Mapping[str, list[str]], tuned: Mapping[str, list[str]]
+) -> list[Variant]:
     """Return one Variant for each method and each combination of the varied values.
 
     A variant has no value for a setting that its method does not read.
@@ -88,22 +98,25 @@ def combinations(values: Mapping[str, list[str]], method: str | None) -> tuple[V
 
     method: name of a method, or None for the untrained encoder.
     """
-    used = [[(name, value) for value in each] for name, each in values.items() if affects(name, method)]
+    used = [
+        [(name, value) for value in each] for name, each in values.items() if affects(name, method)
+    ]
     return tuple(product(*used))
 
 
 def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
     """Read the entries of a comparison from a YAML file that maps names to settings.
 
-    In an entry, the key ``method`` is the method (default: the name of the entry), and the key ``tune`` contains values to try.
-    The other keys are settings with fixed values. tuned: setting -> values to try. An entry without ``tune`` uses them for each
-    setting that it does not fix.
+    In an entry, the key ``method`` is the method (default: the name of the entry), and the key
+    ``tune`` contains values to try. The other keys are settings with fixed values. tuned: setting
+    -> values to try. An entry without ``tune`` uses them for each setting that it does not fix.
     """
     path = config_path(path)
     rows = read_yaml(path)
     if not rows:
         raise InputError(
-            f"{path}: has no entries; expected names with settings, such as: grad_cache: {{replay.share: 0.5}}"
+            f"{path}: has no entries; expected names with settings, such as: grad_cache: "
+            f"{{replay.share: 0.5}}"
         )
     return [_row(f"{path}: {label}", str(label), row, tuned) for label, row in rows.items()]
 
@@ -122,16 +135,21 @@ def _row(where: str, label: str, row: Any, tuned: Mapping[str, list[str]]) -> Va
     if not isinstance(tune, list) or not tune or not all(isinstance(each, dict) for each in tune):
         raise InputError(
             f"{where}: tune is {tune!r}; expected settings with lists of values, such as "
-            "{bank.size: [64, 128]}, or a list of combinations, such as [{bank.size: 64}, {bank.size: 128}]"
+            "{bank.size: [64, 128]}, or a list of combinations, such as [{bank.size: 64}, "
+            "{bank.size: 128}]"
         )
-    return Variant(label, method, fixed, tuple(dict.fromkeys(_values(where, each) for each in tune)))
+    return Variant(
+        label, method, fixed, tuple(dict.fromkeys(_values(where, each) for each in tune))
+    )
 
 
 def _grid(where: str, tune: dict[Any, Any]) -> dict[str, list[str]]:
     for name, values in tune.items():
         _check_name(where, name)
         if not isinstance(values, list) or not values:
-            raise InputError(f"{where}: tune.{name} is {values!r}; it must be a non-empty list of values")
+            raise InputError(
+                f"{where}: tune.{name} is {values!r}; it must be a non-empty list of values"
+            )
     return {name: [_text(each) for each in values] for name, values in tune.items()}
 
 

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 CORRECTIONS = 4  # maximum number of predictions to check by a measurement
 BANK_BYTES = 64_000_000
-"""Size difference of the first two measured banks, in bytes. Measurement noise would hide a smaller difference."""
-MOST_ROWS = 262_144  # maximum number of rows of a measured bank; the memory of larger banks is predicted
+"""Size difference of the first two measured banks, in bytes. Measurement noise would hide a smaller
+difference."""
+MOST_ROWS = (
+    262_144  # maximum number of rows of a measured bank; the memory of larger banks is predicted
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,10 @@ def predict(peaks: dict[int, float], size: int) -> float:
 
 
 def largest(
-    peaks: dict[int, float], choices: Sequence[int], budget: float, measure: Callable[[int], float | None]
+    peaks: dict[int, float],
+    choices: Sequence[int],
+    budget: float,
+    measure: Callable[[int], float | None],
 ) -> tuple[int | None, float]:
     """Return the largest of ``choices`` within ``budget`` bytes (or None), and a relative error.
 
@@ -82,7 +88,9 @@ def largest_micro_batch(probe: "Probe", budget: float) -> FittingSize:
     """
     config = probe.config
     rows, n = config.bank_size(), config.batch.global_batch_size
-    first = max(4, 4 * config.batch.micro_batch_size if config.spec.whole else config.micro_batch_size(1))
+    first = max(
+        4, 4 * config.batch.micro_batch_size if config.spec.whole else config.micro_batch_size(1)
+    )
     # measure from small to large: memory that the process keeps from a smaller size does not change
     # the peak of a larger one
     sizes = [first // 4, first // 2, first]
@@ -100,8 +108,10 @@ def largest_micro_batch(probe: "Probe", budget: float) -> FittingSize:
             peaks[smallest] = peak
     if len(peaks) < 2:
         raise InputError(
-            f"{config.method}: at most one of the micro-batch sizes {', '.join(map(str, sizes))} fits into the memory of this "
-            "device, but at least two sizes must be measured to predict the memory. Lower model.max_passage_length."
+            f"{config.method}: at most one of the micro-batch sizes {', '.join(map(str, sizes))} "
+            "fits into the memory of this "
+            "device, but at least two sizes must be measured to predict the memory. Lower "
+            "model.max_passage_length."
         )
     high = max(peaks)
     line = {size: peak for size, peak in peaks.items() if size < high}
@@ -129,7 +139,9 @@ def largest_bank(probe: "Probe", rows: int, size: int, budget: float) -> int:
         peak = probe.peak(size, bank)
         if peak is not None:
             peaks[bank] = peak
-    if len(peaks) < 2 or predict(peaks, 2 * more) <= peaks[more]:  # the memory of a row cannot be measured
+    if (
+        len(peaks) < 2 or predict(peaks, 2 * more) <= peaks[more]
+    ):  # the memory of a row cannot be measured
         return 0
 
     def measured_peak(bank: int) -> float | None:

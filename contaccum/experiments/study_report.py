@@ -1,4 +1,7 @@
-"""Write the report of ``contaccum compare``. Besides the tables of report.py, the report shows tuning and budget."""
+"""Write the report of ``contaccum compare``.
+
+Besides the tables of report.py, the report shows tuning and budget.
+"""
 
 import csv
 import io
@@ -10,7 +13,16 @@ from typing import Any, NamedTuple
 
 from contaccum.config import METHOD_SPECS
 from contaccum.experiments.changed_queries import changed_queries
-from contaccum.experiments.page import MISSING, Section, Table, draw_all, html, legend, markdown, number
+from contaccum.experiments.page import (
+    MISSING,
+    Section,
+    Table,
+    draw_all,
+    html,
+    legend,
+    markdown,
+    number,
+)
 from contaccum.experiments.report import runs_csv, sections_of, tests_table
 from contaccum.experiments.run_records import (
     Difference,
@@ -27,7 +39,10 @@ PLOTS = "plots"
 
 
 class StudyResult(NamedTuple):
-    """Data for the report of a comparison. The folders of the runs are a separate argument of ``write_report``."""
+    """Data for the report of a comparison.
+
+    The folders of the runs are a separate argument of ``write_report``.
+    """
 
     metric: str
     reference: set[Path]  # folders of the reference runs of the significance tests
@@ -45,12 +60,15 @@ class StudyResult(NamedTuple):
 def write_report(output: Path, folders: Sequence[Path], result: StudyResult) -> Path:
     """Write the report to the folder ``output`` and return the path of report.html.
 
-    The other files are report.md, compare.json, runs.csv, tests.csv and the images in plots/. folders: folders of the runs.
+    The other files are report.md, compare.json, runs.csv, tests.csv and the images in plots/.
+    folders: folders of the runs.
     """
     runs, metric = [load_run_record(folder) for folder in folders], result.metric
     groups = group_runs(runs, result.labels)
     found = differences(groups, metric, result.reference, result.equal_batch)
-    sections = sections_of(runs, groups, metric, found, result.failed, equal_cost=not result.equal_batch)
+    sections = sections_of(
+        runs, groups, metric, found, result.failed, equal_cost=not result.equal_batch
+    )
     if result.budget is not None:
         sections.insert(1, _budget_section(groups, metric, found, result.budget))
     if result.tuned:
@@ -66,16 +84,24 @@ def write_report(output: Path, folders: Sequence[Path], result: StudyResult) -> 
         write_text(output / name, lines.getvalue())
     write_text(output / "report.md", markdown("Comparison", sections, drawn, PLOTS))
     page = output / "report.html"
-    write_text(page, html("Comparison", sections, drawn, legend(groups), changed_queries(groups, found, metric)))
+    write_text(
+        page,
+        html("Comparison", sections, drawn, legend(groups), changed_queries(groups, found, metric)),
+    )
     return page
 
 
-def _budget_section(groups: list[RunGroup], metric: str, found: list[Difference], budget: Budget) -> Section:
+def _budget_section(
+    groups: list[RunGroup], metric: str, found: list[Difference], budget: Budget
+) -> Section:
     title = "At equal training time" if budget.unit == "s" else "At equal budget"
     note = (
-        f"Each run has as many steps as the budget of {budget} allows. The unit of cost is one forward pass of one pair; a "
-        "backward pass costs 2. A pair costs 3 with one-pass methods. With grad_cache and cont_cache, it costs "
-        "1 + 3 * replay.share with partial replay, else 4 - B / N, because the last micro-batch is encoded once."
+        f"Each run has as many steps as the budget of {budget} allows. The unit of cost is one "
+        "forward pass of one pair; a "
+        "backward pass costs 2. A pair costs 3 with one-pass methods. With grad_cache and "
+        "cont_cache, it costs "
+        "1 + 3 * replay.share with partial replay, else 4 - B / N, because the last micro-batch is "
+        "encoded once."
     )
     if found:
         note += " The p values are those of the significance tests in the Quality section."
@@ -92,29 +118,59 @@ def equal_budget(groups: list[RunGroup], metric: str, found: list[Difference]) -
         seconds = number(group.mean("train_seconds"), ".1f")
         seeds = str(len(group.scores(metric))) if group.method else MISSING
         rows.append(
-            [group.label, *map(str, cost), seconds, *map(number, group.score(metric)), seeds, p[2], p[3], p[8], p[6]]
+            [
+                group.label,
+                *map(str, cost),
+                seconds,
+                *map(number, group.score(metric)),
+                seeds,
+                p[2],
+                p[3],
+                p[8],
+                p[6],
+            ]
         )
-    heads = ["setting", "N", "steps", "pairs", "forward passes", "train s", metric, "sd", "seeds", "difference"]
+    heads = [
+        "setting",
+        "N",
+        "steps",
+        "pairs",
+        "forward passes",
+        "train s",
+        metric,
+        "sd",
+        "seeds",
+        "difference",
+    ]
     return Table([*heads, "95 % interval", "p seeds and queries", "p permutation"], rows)
 
 
 def cost_of(group: RunGroup) -> dict[str, int]:
     """Return the global batch size N of the group, and the numbers of steps, pairs and forward passes of one run.
 
-    Forward passes are counted per pair: a pass over n pairs counts as n. A backward pass counts as 2 forward passes.
+    Forward passes are counted per pair: a pass over n pairs counts as n. A backward pass counts as
+    2 forward passes.
     """
     size, share = group.setting("batch.global_batch_size"), group.setting("replay.share")
-    steps = group.setting("optim.max_steps") or max((line["step"] for line in group.runs[0].steps), default=0)
+    steps = group.setting("optim.max_steps") or max(
+        (line["step"] for line in group.runs[0].steps), default=0
+    )
     by_tokens = group.setting("batch.micro_batch_tokens") is not None
     micro_batch_size = None if by_tokens else group.setting("batch.micro_batch_size")
     price = METHOD_SPECS[str(group.method)].cost(size, micro_batch_size, share)
-    return {"N": size, "steps": steps, "pairs": steps * size, "forward_passes": round(steps * size * price)}
+    return {
+        "N": size,
+        "steps": steps,
+        "pairs": steps * size,
+        "forward_passes": round(steps * size * price),
+    }
 
 
 def as_json(groups: list[RunGroup], found: list[Difference], result: StudyResult) -> dict[str, Any]:
     """Return the content of compare.json: results, tests and tuning. The numbers are not rounded.
 
-    JSON has no infinity, so the ends of the confidence interval are None if there is only one query.
+    JSON has no infinity, so the ends of the confidence interval are None if there is only one
+    query.
     """
     tests = {one.group.label: one for one in found}
     rows = []
@@ -122,16 +178,34 @@ def as_json(groups: list[RunGroup], found: list[Difference], result: StudyResult
         mean, deviation = group.score(result.metric)
         row: dict[str, Any] = {"setting": group.label, "mean": mean, "sd": deviation}
         if group.method is not None:
-            row |= {"seeds": [run.seed for run in group.runs], "runs": [run.name for run in group.runs]}
-            row |= cost_of(group) | {name: group.mean(name) for name in ("train_seconds", "peak_mib")}
+            row |= {
+                "seeds": [run.seed for run in group.runs],
+                "runs": [run.name for run in group.runs],
+            }
+            row |= cost_of(group) | {
+                name: group.mean(name) for name in ("train_seconds", "peak_mib")
+            }
         if one := tests.get(group.label):
             holm = {"p_permutation": one.p_permutation, "p_t": one.p_t, "p_both": one.p_both}
-            values = {name: value if isfinite(value or 0.0) else None for name, value in asdict(one.found).items()}
+            values = {
+                name: value if isfinite(value or 0.0) else None
+                for name, value in asdict(one.found).items()
+            }
             row["test"] = {"against": one.reference.label, **values, "holm": holm}
         rows.append(row)
-    budget = None if result.budget is None else {"amount": float(result.budget.amount), "unit": result.budget.unit}
+    budget = (
+        None
+        if result.budget is None
+        else {"amount": float(result.budget.amount), "unit": result.budget.unit}
+    )
     tuned = [each.as_json(result.metric) for each in result.tuned]
-    return {"metric": result.metric, "budget": budget, "results": rows, "tuned": tuned, "failed": list(result.failed)}
+    return {
+        "metric": result.metric,
+        "budget": budget,
+        "results": rows,
+        "tuned": tuned,
+        "failed": list(result.failed),
+    }
 
 
 def tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:
@@ -151,17 +225,29 @@ def tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:
     ]  # fmt: skip
     heads = [f"{share} of the budget" if share < 1 else "full budget" for share in shares]
     notes = [
-        f"The numbers are {metric} on dev with the first seed. All seeds use the chosen values; the test data are not used to "
-        "choose. The best quarter of a column's combinations (at least two) are trained again from the start, with more steps. "
-        "The next column shows them. Each run completes its own learning rate schedule. A combination without a number was not "
+        f"The numbers are {metric} on dev with the first seed. All seeds use the chosen values; "
+        "the test data are not used to "
+        "choose. The best quarter of a column's combinations (at least two) are trained again from "
+        "the start, with more steps. "
+        "The next column shows them. Each run completes its own learning rate schedule. A "
+        "combination without a number was not "
         "trained, or its run failed.",
-        "A setting at the edge has the lowest or highest value that was tried: a wider range may be better.",
+        "A setting at the edge has the lowest or highest value that was tried: a wider range may "
+        "be better.",
     ]
     if invalid := [f"{name}: {why}" for each in tuned for name, why in each.invalid.items()]:
         notes.append("Combinations that cannot be trained: " + "; ".join(invalid))
-    summary = Table(["setting", "combinations", "cost (1 = one full run)", "chosen", "at the edge"], rows)
-    return Section("Tuning", (), [summary, Table(["setting", *_tuned_names(tuned), *heads, ""], tried)], notes)
+    summary = Table(
+        ["setting", "combinations", "cost (1 = one full run)", "chosen", "at the edge"], rows
+    )
+    return Section(
+        "Tuning", (), [summary, Table(["setting", *_tuned_names(tuned), *heads, ""], tried)], notes
+    )
 
 
 def _tuned_names(tuned: Sequence[Tuned]) -> list[str]:
-    return list(dict.fromkeys(name for each in tuned for values in each.variant.candidates for name, _ in values))
+    return list(
+        dict.fromkeys(
+            name for each in tuned for values in each.variant.candidates for name, _ in values
+        )
+    )

@@ -59,24 +59,32 @@ class Budget(NamedTuple):
         steps = int(self.amount * share / Fraction(price).limit_denominator(10**9))
         if steps < 1:
             raise InputError(
-                f"--budget: one step of {config.method} costs {price:g} {UNITS[self.unit]}, but a run may cost at most "
-                f"{float(self.amount * share):g}. Raise --budget, or lower batch.global_batch_size or --rungs."
+                f"--budget: one step of {config.method} costs {price:g} {UNITS[self.unit]}, but a "
+                "run may cost at most "
+                f"{float(self.amount * share):g}. Raise --budget, or lower batch.global_batch_size "
+                "or --rungs."
             )
         return steps
 
 
 def parse_budget(text: str) -> Budget:
-    """Convert a text such as 200000f (number and unit) to a budget. Raise InputError if the text has another form."""
+    """Convert a text such as 200000f (number and unit) to a budget.
+
+    Raise InputError if the text has another form.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([fpus])", text.strip())
     if not found or not float(found[1]):
         units = ", ".join(f"{letter} ({name})" for letter, name in UNITS.items())
         raise InputError(
-            f"--budget is {text!r}; it must be a number above 0 followed by one of {units}, such as 200000f."
+            f"--budget is {text!r}; it must be a number above 0 followed by one of {units}, such "
+            "as 200000f."
         )
     return Budget(Fraction(found[1]), found[2])  # type: ignore[arg-type]
 
 
-def limited(config: TrainConfig, budget: Budget | None, share: Fraction, step_seconds: float | None) -> TrainConfig:
+def limited(
+    config: TrainConfig, budget: Budget | None, share: Fraction, step_seconds: float | None
+) -> TrainConfig:
     """Return the config with the number of steps that a run can take with the fraction ``share`` of the budget.
 
     Without a budget, the run takes this fraction of the configured steps or epochs. step_seconds:
@@ -110,14 +118,19 @@ def measured_step(config: TrainConfig, folder: Path) -> float:
     }
     key = repr([config.method, config.run.device, *speed.items()])
     if key not in seconds:
-        print(f"measuring a step of {config.method}, N = {config.batch.global_batch_size}", file=sys.stderr)
+        print(
+            f"measuring a step of {config.method}, N = {config.batch.global_batch_size}",
+            file=sys.stderr,
+        )
         seconds[key] = measure_step(config)
         write_json(file, seconds)
     return seconds[key]
 
 
 def rung_shares(candidates: int, rungs: int | None) -> list[Fraction]:
-    """Return, for each rung (round of tuning), the share of the full budget that one run gets. The share of the last rung is 1.
+    """Return, for each rung (round of tuning), the share of the full budget that one run gets.
+
+    The share of the last rung is 1.
 
     rungs: number of rungs. Default: as few as possible, with at most FINALISTS candidates in the
     last rung. Example: for 30 candidates there are three rungs, with 30, 8 and 2 candidates.
@@ -169,7 +182,10 @@ class Tuned:
     @property
     def full_runs(self) -> Fraction:
         """Cost of tuning. A run with the full budget costs 1."""
-        return sum((count * share for count, share in zip(self.trained, self.shares, strict=True)), Fraction(0))
+        return sum(
+            (count * share for count, share in zip(self.trained, self.shares, strict=True)),
+            Fraction(0),
+        )
 
     def edges(self) -> list[str]:
         """Return the names of tuned settings whose chosen number is the lowest or the highest that was tried.
@@ -189,7 +205,10 @@ class Tuned:
         return found
 
     def as_json(self, metric: str) -> dict[str, Any]:
-        """Return the entry of this variant in compare.json. ``metric`` is the name of the dev metric."""
+        """Return the entry of this variant in compare.json.
+
+        ``metric`` is the name of the dev metric.
+        """
         chosen = self.chosen
         return {
             "setting": self.variant.label,
@@ -200,7 +219,10 @@ class Tuned:
             "candidates": [
                 {
                     "values": dict(each),
-                    "dev": {str(share): rung.get(each) for share, rung in zip(self.shares, self.rungs, strict=True)},
+                    "dev": {
+                        str(share): rung.get(each)
+                        for share, rung in zip(self.shares, self.rungs, strict=True)
+                    },
                 }
                 for each in self.variant.candidates
             ],
@@ -215,7 +237,10 @@ def _number(text: str | None) -> float | None:
         return None
 
 
-def tune(tuned: list[Tuned], train: Callable[[list[tuple[Variant, Values, Fraction]]], list[float | None]]) -> None:
+def tune(
+    tuned: list[Tuned],
+    train: Callable[[list[tuple[Variant, Values, Fraction]]], list[float | None]],
+) -> None:
     """Run all rungs of all variants. Save the dev metrics in ``tuned``.
 
     train: function that trains candidates of the variants, each for its share of the budget. It
@@ -227,6 +252,12 @@ def tune(tuned: list[Tuned], train: Callable[[list[tuple[Variant, Values, Fracti
         runs = [(each, candidate) for each in current for candidate in each.alive()]
         scores = train([(each.variant, candidate, each.shares[number]) for each, candidate in runs])
         for each in current:
-            mine = {candidate: score for (owner, candidate), score in zip(runs, scores, strict=True) if owner is each}
+            mine = {
+                candidate: score
+                for (owner, candidate), score in zip(runs, scores, strict=True)
+                if owner is each
+            }
             each.trained.append(len(mine))
-            each.rungs.append({candidate: score for candidate, score in mine.items() if score is not None})
+            each.rungs.append(
+                {candidate: score for candidate, score in mine.items() if score is not None}
+            )

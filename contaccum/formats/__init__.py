@@ -1,1 +1,4 @@
-"""Readers and writers of records in every file format. Error messages name the file and the line."""
+"""Readers and writers of records in every file format.
+
+Error messages name the file and the line.
+"""

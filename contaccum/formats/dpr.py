@@ -26,13 +26,16 @@ _HEADER_WORDS = {
     "label", "rel", "relevance", "qid", "query",
 }  # fmt: skip
 """Usual column names, to recognize a header."""
-_QUESTION_ROW = "two columns separated by a tab: a question, and a list of answers such as ['a', 'b']"
+_QUESTION_ROW = (
+    "two columns separated by a tab: a question, and a list of answers such as ['a', 'b']"
+)
 
 
 def dpr_corpus(path: Path, on_error: OnError = stop) -> Iterator[tuple[SourceLocation, Passage]]:
     """Yield the location and the passage of each row of a DPR corpus TSV such as psgs_w100.tsv.
 
-    The columns are id, text and title. A cell may be in quotes. A header (id, text, title) is skipped.
+    The columns are id, text and title. A cell may be in quotes. A header (id, text, title) is
+    skipped.
     """
     first = True
     for location, row in _rows(path, _CORPUS_ROW, on_error):
@@ -64,7 +67,9 @@ def _is_header(row: list[str], location: SourceLocation) -> bool:
     return True
 
 
-def id_text_lines(path: Path, on_error: OnError = stop) -> Iterator[tuple[SourceLocation, str, str]]:
+def id_text_lines(
+    path: Path, on_error: OnError = stop
+) -> Iterator[tuple[SourceLocation, str, str]]:
     """Yield the location, the id and the text of each line of MS MARCO's collection.tsv or queries.tsv.
 
     These files have no header, and quotation marks are part of the text.
@@ -77,7 +82,8 @@ def id_text_lines(path: Path, on_error: OnError = stop) -> Iterator[tuple[Source
         if first and {cell.strip().lower() for cell in cells} <= _HEADER_WORDS:
             on_error(
                 location.error(
-                    f"found the header {line!r}; a file of ids and texts must have no header. Delete the line"
+                    f"found the header {line!r}; a file of ids and texts must have no header. "
+                    "Delete the line"
                 )
             )
         elif len(cells) != 2:
@@ -112,14 +118,22 @@ def _answers(column: str, location: SourceLocation) -> list[str]:
             answers = ast.literal_eval(column)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         answers = None
-    if not isinstance(answers, list) or not answers or not all(isinstance(each, str) for each in answers):
-        raise location.error(f"the answers are {column[:80]!r}; they must be a list of strings such as ['a', 'b']")
+    if (
+        not isinstance(answers, list)
+        or not answers
+        or not all(isinstance(each, str) for each in answers)
+    ):
+        raise location.error(
+            f"the answers are {column[:80]!r}; they must be a list of strings such as ['a', 'b']"
+        )
     if "\\" in column:
         refuse_lone_surrogates(answers, location)
     return answers
 
 
-def _rows(path: Path, expected: str, on_error: OnError) -> Iterator[tuple[SourceLocation, list[str]]]:
+def _rows(
+    path: Path, expected: str, on_error: OnError
+) -> Iterator[tuple[SourceLocation, list[str]]]:
     """Yield the location (the first line) and the cells of each row of a file.
 
     A cell in quotes may have several lines. An unclosed quote ends the reading of the file.
@@ -129,7 +143,8 @@ def _rows(path: Path, expected: str, on_error: OnError) -> Iterator[tuple[Source
     def lines() -> Iterator[str]:
         # a cell in quotes may have empty lines
         for location, line in numbered_lines(path, blank=True, on_error=on_error):
-            # a cell in one line may be long, but two stray quotes must not hide the rows between them
+            # a cell in one line may be long, but two stray quotes must not hide the rows between
+            # them
             if not locations:
                 csv.field_size_limit(max(MAX_CELL, len(line)))
             locations.append(location)
@@ -141,7 +156,11 @@ def _rows(path: Path, expected: str, on_error: OnError) -> Iterator[tuple[Source
         try:
             row = next(rows, None)
         except csv.Error as error:
-            on_error(locations[0].error(f"{error} (perhaps a quote is not closed); each row needs {expected}"))
+            on_error(
+                locations[0].error(
+                    f"{error} (perhaps a quote is not closed); each row needs {expected}"
+                )
+            )
             return
         if row is None:
             return

@@ -37,8 +37,8 @@ def json_records(
 ) -> Iterator[tuple[SourceLocation, Element]]:
     """Yield the location of each JSON object of a file, and the object converted by ``read``.
 
-    A file that starts with ``[`` is one JSON list; any other file has one object per line. expected:
-    description of a valid record, for error messages.
+    A file that starts with ``[`` is one JSON list; any other file has one object per line.
+    expected: description of a valid record, for error messages.
     """
     if first_character(path) == "[":
         yield from _json_list(path, expected, read, on_error)
@@ -56,7 +56,9 @@ def _object_of(line: str, location: SourceLocation, expected: str) -> Record:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        raise location.error(f"not JSON ({error.msg} at column {error.colno}); each line must be {expected}") from error
+        raise location.error(
+            f"not JSON ({error.msg} at column {error.colno}); each line must be {expected}"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise location.error(f"not usable JSON ({error}); each line must be {expected}") from error
     if "\\u" in line and _SURROGATE.search(line):
@@ -126,7 +128,9 @@ class _Window:
         found = self.next_character()
         if found != character:
             what = repr(found) if found else "the end of the file"
-            raise self.error(f"found {what} instead of {character!r}; the file must be one JSON list")
+            raise self.error(
+                f"found {what} instead of {character!r}; the file must be one JSON list"
+            )
         self._advance(self._position + 1)
 
     def value(self, location: SourceLocation, expected: str) -> tuple[Any, str]:
@@ -144,9 +148,13 @@ class _Window:
                     continue
                 self._advance(error.pos)
                 location = location._replace(line=self.line)
-                raise location.error(f"not JSON ({error.msg}); each element must be {expected}") from error
+                raise location.error(
+                    f"not JSON ({error.msg}); each element must be {expected}"
+                ) from error
             except (ValueError, RecursionError) as error:
-                raise location.error(f"not usable JSON ({error}); each element must be {expected}") from error
+                raise location.error(
+                    f"not usable JSON ({error}); each element must be {expected}"
+                ) from error
         text = self._text[self._position : end]
         self._advance(end)
         return value, text
@@ -156,10 +164,15 @@ class _Window:
         self._position = position
 
     def _read_more(self) -> bool:
-        """Drop the text before the position, and read more text. Return False at the end of the file."""
+        """Drop the text before the position, and read more text.
+
+        Return False at the end of the file.
+        """
         kept = self._text[self._position :]
         if len(kept) > MAX_LINE:
-            raise self.error(f"the record has more than {MAX_LINE} characters; longer records are not read")
+            raise self.error(
+                f"the record has more than {MAX_LINE} characters; longer records are not read"
+            )
         # Doubling the number of bytes keeps the time for a very long record linear.
         data = self._file.read(max(CHUNK, len(self._text)))
         try:
@@ -179,12 +192,20 @@ def refuse_lone_surrogates(value: Any, location: SourceLocation) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise location.error("found half a character (a lone surrogate escape); text must be valid Unicode") from error
+        raise location.error(
+            "found half a character (a lone surrogate escape); text must be valid Unicode"
+        ) from error
 
 
 def kind_of(value: Any) -> str:
     """Describe the type of a JSON value in words."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "true or false",
+        type(None): "null",
+    }
     if isinstance(value, int | float) or type(value) in names:
         return names.get(type(value), f"the number {value!r}")
     return f"a {type(value).__name__}"  # Parquet has more types than JSON
@@ -210,7 +231,10 @@ def title_field(record: Record, location: SourceLocation) -> str:
 
 
 def id_field(record: Record, name: str, location: SourceLocation) -> str:
-    """Return the required id field ``name`` as a string. The id is a non-empty string or an integer."""
+    """Return the required id field ``name`` as a string.
+
+    The id is a non-empty string or an integer.
+    """
     value = record.get(name)
     if isinstance(value, str) and value:
         return value
@@ -226,20 +250,29 @@ def list_field(
     read: Callable[[Any, SourceLocation], Element],
     required: bool = False,
 ) -> Sequence[Element]:
-    """Convert the elements of the list field ``name`` with ``read``. A missing or null field gives () unless ``required``."""
+    """Convert the elements of the list field ``name`` with ``read``.
+
+    A missing or null field gives () unless ``required``.
+    """
     value = record.get(name)
     if value is None and not required:
         return ()
     if not isinstance(value, list):
         raise _field_error(record, name, location, "a list")
-    return [read(element, location._replace(field=f"{name}[{number}]")) for number, element in enumerate(value)]
+    return [
+        read(element, location._replace(field=f"{name}[{number}]"))
+        for number, element in enumerate(value)
+    ]
 
 
 def _field_error(record: Record, name: str, location: SourceLocation, expected: str) -> InputError:
     if name not in record:
         found = ", ".join(map(repr, list(record)[:8])) or "none"
         return location.error(
-            f"field {name!r} is missing (other fields: {found}); it is required and must be {expected}"
+            f"field {name!r} is missing (other fields: {found}); it is required and must be "
+            f"{expected}"
         )
     value = record[name]
-    return location.error(f"field {name!r} is {'empty' if value == '' else kind_of(value)}; it must be {expected}")
+    return location.error(
+        f"field {name!r} is {'empty' if value == '' else kind_of(value)}; it must be {expected}"
+    )

@@ -1,9 +1,9 @@
 """Readers of every data format. This module also detects the format of a file.
 
-Formats: BEIR (corpus.jsonl, queries.jsonl, qrels TSV), DPR (JSON, corpus TSV, question CSV), MS MARCO
-(collection.tsv, queries.tsv), JSONL of query, pos and neg, and Tevatron JSONL. Every file may be
-gzipped. A reader checks each record separately. The package ``data`` checks that ids are unique, that
-references to ids are valid, and that no passage is empty.
+Formats: BEIR (corpus.jsonl, queries.jsonl, qrels TSV), DPR (JSON, corpus TSV, question CSV), MS
+MARCO (collection.tsv, queries.tsv), JSONL of query, pos and neg, and Tevatron JSONL. Every file may
+be gzipped. A reader checks each record separately. The package ``data`` checks that ids are unique,
+that references to ids are valid, and that no passage is empty.
 """
 
 import os
@@ -36,7 +36,9 @@ _PASSAGE = "a passage (an object with _id, title and text)"
 _QUERY = "a query (an object with _id and text)"
 _FILES = "JSON, a DPR corpus TSV, a question CSV, or lines with id, tab and text (MS MARCO)"
 _MSMARCO_NAMES = {"corpus.jsonl": "collection.tsv", "queries.jsonl": "queries.tsv"}
-_RECORDS = ", or ".join([*(FORMATS[kind].description for kind in ("jsonl", "tevatron", "dpr")), _PASSAGE])
+_RECORDS = ", or ".join(
+    [*(FORMATS[kind].description for kind in ("jsonl", "tevatron", "dpr")), _PASSAGE]
+)
 _SAMPLE = 100  # number of records that are read to tell passages from queries
 MAX_GRADE = 99_999  # trec_eval needs memory for every grade up to the largest
 _GRADE = re.compile(r" *[+-]?[0-9]{1,5} *")
@@ -53,10 +55,15 @@ def beir_file(folder: Path, name: str) -> Path:
             return path
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
-    raise InputError(f"{folder}: {name} not found; a BEIR folder has corpus.jsonl, queries.jsonl and qrels/<split>.tsv")
+    raise InputError(
+        f"{folder}: {name} not found; a BEIR folder has corpus.jsonl, queries.jsonl and "
+        "qrels/<split>.tsv"
+    )
 
 
-def numbered_corpus(path: Path, on_error: OnError = stop) -> Iterator[tuple[SourceLocation, Passage]]:
+def numbered_corpus(
+    path: Path, on_error: OnError = stop
+) -> Iterator[tuple[SourceLocation, Passage]]:
     """Yield the location and the passage of each record of a corpus.
 
     The file is a BEIR corpus.jsonl, a DPR TSV or MS MARCO's collection.tsv.
@@ -76,11 +83,15 @@ def _passage(record: Record, location: SourceLocation, number: int) -> Passage:
     return Passage(id_field(record, "_id", location), title, text)
 
 
-def numbered_queries(path: Path, on_error: OnError = stop) -> Iterator[tuple[SourceLocation, Query]]:
+def numbered_queries(
+    path: Path, on_error: OnError = stop
+) -> Iterator[tuple[SourceLocation, Query]]:
     """Yield the location and the query of each record of a BEIR queries.jsonl or MS MARCO's queries.tsv."""
     queries: Iterator[tuple[SourceLocation, Query]]
     if not _is_json(path) and _columns(path) == 2:
-        queries = ((location, Query(key, text)) for location, key, text in id_text_lines(path, on_error))
+        queries = (
+            (location, Query(key, text)) for location, key, text in id_text_lines(path, on_error)
+        )
     else:
         queries = json_records(path, _QUERY, _query, on_error)
     for location, query in queries:
@@ -110,7 +121,8 @@ def read_qrels(path: Path, on_error: OnError = stop) -> Iterator[Judgement]:
             if columns not in (3, 4):
                 on_error(
                     location.error(
-                        f"found {columns} columns; a line must have 3 columns (query-id, corpus-id, score), "
+                        f"found {columns} columns; a line must have 3 columns (query-id, "
+                        "corpus-id, score), "
                         "or TREC's 4 columns (query, iteration, passage, grade)"
                     )
                 )
@@ -120,7 +132,8 @@ def read_qrels(path: Path, on_error: OnError = stop) -> Iterator[Judgement]:
         if len(cells) != columns:
             on_error(
                 location.error(
-                    f"found {len(cells)} columns; a line must have {columns} columns, as in the previous lines"
+                    f"found {len(cells)} columns; a line must have {columns} columns, as in the "
+                    "previous lines"
                 )
             )
             continue
@@ -139,7 +152,9 @@ def read_qrels(path: Path, on_error: OnError = stop) -> Iterator[Judgement]:
 
 def grade_of(text: str, location: SourceLocation) -> int:
     if not _GRADE.fullmatch(text):
-        raise location.error(f"the grade is {text[:40]!r}; it must be an integer from -{MAX_GRADE} to {MAX_GRADE}")
+        raise location.error(
+            f"the grade is {text[:40]!r}; it must be an integer from -{MAX_GRADE} to {MAX_GRADE}"
+        )
     return int(text)
 
 
@@ -148,15 +163,16 @@ def numbered_examples(
 ) -> Iterator[tuple[SourceLocation, Example]]:
     """Yield the location and the example of each record of a file of training examples.
 
-    The file is a DPR JSON, a JSONL of query, pos and neg, or a Tevatron JSONL. A query without an id
-    gets the id ``unnamed-query-N``; N is the number of the record. A passage without an id gets a hash
-    of its content as its id. With ``scores``, teacher scores are read: ``pos_scores`` and
+    The file is a DPR JSON, a JSONL of query, pos and neg, or a Tevatron JSONL. A query without an
+    id gets the id ``unnamed-query-N``; N is the number of the record. A passage without an id gets
+    a hash of its content as its id. With ``scores``, teacher scores are read: ``pos_scores`` and
     ``neg_scores`` in JSONL (FlagEmbedding), or the ``score`` of each passage in Tevatron.
     """
     kind = kind_of_data(path)
     if kind not in FORMATS:
         raise InputError(
-            f"{path}: is a {kind} file; training examples must be DPR JSON, Tevatron JSONL, or JSONL with "
+            f"{path}: is a {kind} file; training examples must be DPR JSON, Tevatron JSONL, or "
+            "JSONL with "
             "query, pos and neg"
         )
     return json_records(path, FORMATS[kind].description, reader_of(kind, scores), on_error)
@@ -216,10 +232,10 @@ def _kind_of_table(path: Path) -> Kind:
     """Detect the format of a file with columns from its first line.
 
     A file with three columns is a DPR corpus. A file with two columns has DPR questions if it is a
-    .csv file, or if its first line looks like a question and its answers: the first cell is not an id
-    (it is empty or contains white space), or the second cell starts like a list. Other files with two
-    columns have ids and texts (MS MARCO): queries if the file name contains ``quer``, otherwise
-    passages.
+    .csv file, or if its first line looks like a question and its answers: the first cell is not an
+    id (it is empty or contains white space), or the second cell starts like a list. Other files
+    with two columns have ids and texts (MS MARCO): queries if the file name contains ``quer``,
+    otherwise passages.
     """
     errors = _FirstErrors()
     cells = _first_cells(path, errors)
@@ -231,7 +247,9 @@ def _kind_of_table(path: Path) -> Kind:
         hint = ""
         if ".csv" in path.suffixes:
             hint = '. For another CSV, use "hub:FOLDER?query=COLUMN&pos=COLUMN"'
-        raise InputError(f"{path}:1: found {len(cells)} columns; the file must contain {_FILES}{hint}")
+        raise InputError(
+            f"{path}:1: found {len(cells)} columns; the file must contain {_FILES}{hint}"
+        )
     is_question = cells[0].split() != [cells[0]] or cells[1].startswith(("[", '"['))
     if is_question or ".csv" in path.suffixes:
         return "questions"
@@ -250,7 +268,10 @@ def _first_cells(path: Path, on_error: OnError) -> list[str]:
 
 
 class _FirstErrors:
-    """Skip up to 100 invalid records, which the reader of the format will report. Raise the next."""
+    """Skip up to 100 invalid records, which the reader of the format will report.
+
+    Raise the next.
+    """
 
     def __init__(self) -> None:
         self.first: InputError | None = None

@@ -60,7 +60,9 @@ class Passage(NamedTuple):
     @classmethod
     def of_columns(cls, columns: Mapping[str, Sequence[str]]) -> "Iterator[Passage]":
         """Yield the passages of a part of a table. Keys of ``columns``: id, title and text."""
-        return map(cls, columns["id"], columns["title"], columns["text"])  # a list would cost garbage collections
+        return map(
+            cls, columns["id"], columns["title"], columns["text"]
+        )  # a list would cost garbage collections
 
 
 class Query(NamedTuple):
@@ -69,7 +71,10 @@ class Query(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A question and its accepted answers. An answer is a string, or a regular expression in CuratedTREC."""
+    """A question and its accepted answers.
+
+    An answer is a string, or a regular expression in CuratedTREC.
+    """
 
     text: str
     answers: list[str]
@@ -94,8 +99,9 @@ class TeacherScores(NamedTuple):
 class Example(NamedTuple):
     """A query with its positives and its hard negatives (``negatives``).
 
-    ``others`` are DPR's ``negative_ctxs``: passages of the corpus that become negatives if a query has too few hard negatives.
-    ``scores`` is None if the data has no teacher scores, or if scores were not requested.
+    ``others`` are DPR's ``negative_ctxs``: passages of the corpus that become negatives if a query
+    has too few hard negatives. ``scores`` is None if the data has no teacher scores, or if scores
+    were not requested.
     """
 
     query: Query
@@ -111,7 +117,10 @@ def is_blank(text: str) -> bool:
 
 
 def content_id(title: str, text: str) -> str:
-    """Return a 96-bit hash of title and text in hexadecimal. A passage without an id gets this hash as its id."""
+    """Return a 96-bit hash of title and text in hexadecimal.
+
+    A passage without an id gets this hash as its id.
+    """
     return hashlib.blake2b(f"{title}\n{text}".encode(), digest_size=12).hexdigest()
 
 
@@ -144,7 +153,9 @@ class RowLocation(SourceLocation):
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
-    """Open a plain or gzipped file after its byte order mark. Raise InputError if it cannot be read.
+    """Open a plain or gzipped file after its byte order mark.
+
+    Raise InputError if it cannot be read.
 
     The first bytes of the file tell whether it is gzipped.
     """
@@ -153,10 +164,14 @@ def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
         raise InputError(f"{str(path)!r}: no such file; a path cannot contain NUL")
     try:
         if not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path):
-            raise InputError(f"{path}: is a pipe or device; it must be a file, because it is read more than once")
+            raise InputError(
+                f"{path}: is a pipe or device; it must be a file, because it is read more than once"
+            )
         with open(path, "rb") as raw:
             zipped = raw.peek(2)[:2] == _GZIP
-            unpacked = io.BufferedReader(cast(Any, gzip.GzipFile(fileobj=raw)), CHUNK) if zipped else raw
+            unpacked = (
+                io.BufferedReader(cast(Any, gzip.GzipFile(fileobj=raw)), CHUNK) if zipped else raw
+            )
             with unpacked as file:
                 if file.peek(3)[:3] == _BOM:
                     file.read(3)
@@ -174,13 +189,17 @@ def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
 def first_character(path: Path) -> str:
     """Return the first character that is not white space in a file, or "" if there is none."""
     with open_bytes(path) as file:
-        for _ in range(0, MAX_LINE, CHUNK):  # stop after MAX_LINE, because a file may have only spaces
+        for _ in range(
+            0, MAX_LINE, CHUNK
+        ):  # stop after MAX_LINE, because a file may have only spaces
             if text := file.read(CHUNK).decode("utf-8", errors="replace").lstrip():
                 return text[0]
     return ""
 
 
-def numbered_lines(path: Path, blank: bool = False, on_error: OnError = stop) -> Iterator[tuple[SourceLocation, str]]:
+def numbered_lines(
+    path: Path, blank: bool = False, on_error: OnError = stop
+) -> Iterator[tuple[SourceLocation, str]]:
     """Yield the location and the text of each line of a file. The text has no line end.
 
     Blank lines are skipped, unless ``blank`` is true.
@@ -191,7 +210,11 @@ def numbered_lines(path: Path, blank: bool = False, on_error: OnError = stop) ->
             number += 1
             location = SourceLocation(path, number)
             if len(raw) > MAX_LINE:
-                on_error(location.error(f"the line has more than {MAX_LINE} bytes; longer lines are not read"))
+                on_error(
+                    location.error(
+                        f"the line has more than {MAX_LINE} bytes; longer lines are not read"
+                    )
+                )
                 while raw and not raw.endswith(b"\n"):  # skip the rest of the line
                     raw = file.readline(MAX_LINE + 1)
                 continue
@@ -215,7 +238,10 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 @contextmanager
 def whole_records(path: str | Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file, as ``whole_file`` does. If the name ends with .gz, the content of the file is gzipped."""
+    """Yield a temporary file, as ``whole_file`` does.
+
+    If the name ends with .gz, the content of the file is gzipped.
+    """
     with whole_file(path) as file:
         zipped = str(path).endswith(".gz")
         with gzip.GzipFile("", "wb", 6, file, mtime=0) if zipped else nullcontext(file) as records:
@@ -234,9 +260,10 @@ def write_beir_folder(
 ) -> None:
     """Write corpus.jsonl, queries.jsonl and one qrels file for each split into ``folder``.
 
-    A record of ``corpus`` has _id, title and text. A record of ``queries`` has _id and text. ``grades`` maps the name of each
-    split to tuples (query id, passage id, grade). Raises InputError if the name of a split cannot be a file name, or if an id
-    contains a tab or a line break.
+    A record of ``corpus`` has _id, title and text. A record of ``queries`` has _id and text.
+    ``grades`` maps the name of each split to tuples (query id, passage id, grade). Raises
+    InputError if the name of a split cannot be a file name, or if an id contains a tab or a line
+    break.
     """
     for split in grades:
         plain_split(split)
@@ -244,7 +271,10 @@ def write_beir_folder(
     for split, rows in grades.items():
         with open(folder / "qrels" / f"{split}.tsv", "w", encoding="utf-8", newline="\n") as file:
             file.write("query-id\tcorpus-id\tscore\n")
-            file.writelines(f"{plain_id(query)}\t{plain_id(passage)}\t{grade}\n" for query, passage, grade in rows)
+            file.writelines(
+                f"{plain_id(query)}\t{plain_id(passage)}\t{grade}\n"
+                for query, passage, grade in rows
+            )
     for name, records in (("queries", queries), ("corpus", corpus)):
         with open(folder / f"{name}.jsonl", "wb") as lines:
             lines.writelines(map(record_line, records))
@@ -252,7 +282,9 @@ def write_beir_folder(
 
 def plain_split(split: str) -> str:
     """Return the name of a split. Raise InputError if the name cannot be a file name."""
-    if split in ("", ".", "..") or "/" in split or not split.isprintable():  # lone surrogates are not printable
+    if (
+        split in ("", ".", "..") or "/" in split or not split.isprintable()
+    ):  # lone surrogates are not printable
         raise InputError(f"split {split!r} cannot be a file name; use a plain name such as train")
     return split
 
@@ -260,5 +292,7 @@ def plain_split(split: str) -> str:
 def plain_id(key: str) -> str:
     """Return the id ``key``. Raise InputError if it contains a tab, a line break or NUL."""
     if any(character in key for character in "\t\r\n\0"):
-        raise InputError(f"id {key!r} contains a tab, a line break or a NUL, which a qrels file cannot contain")
+        raise InputError(
+            f"id {key!r} contains a tab, a line break or a NUL, which a qrels file cannot contain"
+        )
     return key

@@ -1,7 +1,8 @@
 """Training examples as JSON records: JSONL with query, pos and neg; Tevatron; DPR.
 
-``FORMATS`` describes each format. A new format is one more entry, with a function that reads a record
-and one that writes it, and one more choice of ``data convert --to`` in ``config/commands.py``.
+``FORMATS`` describes each format. A new format is one more entry, with a function that reads a
+record and one that writes it, and one more choice of ``data convert --to`` in
+``config/commands.py``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,14 @@ from contaccum.formats.json_records import (
     string_field,
     title_field,
 )
-from contaccum.formats.records import Example, Passage, Query, SourceLocation, TeacherScores, content_id
+from contaccum.formats.records import (
+    Example,
+    Passage,
+    Query,
+    SourceLocation,
+    TeacherScores,
+    content_id,
+)
 
 TrainingKind = Literal["dpr", "jsonl", "tevatron"]
 Form = Literal["beir", TrainingKind]
@@ -30,7 +38,9 @@ class TrainingFormat(NamedTuple):
     description: str  # of a record, for error messages
     field: str  # field that only records of this format have
     read: Callable[[Record, SourceLocation, int, bool], Example]
-    """Convert a record. Arguments: record, location, number of the record, whether to read scores."""
+    """Convert a record. Arguments: record, location, number of the record, whether to read
+    scores.
+    """
     write: Callable[[Example], Record]
 
 
@@ -53,7 +63,9 @@ def known_fields(record: Record) -> Record:
     found = {name: record[name] for name in record if name in _RECORD_FIELDS}
     for name, value in found.items():
         if isinstance(value, list):
-            found[name] = [_known_passage(part) if isinstance(part, dict) else part for part in value]
+            found[name] = [
+                _known_passage(part) if isinstance(part, dict) else part for part in value
+            ]
     return found
 
 
@@ -71,8 +83,8 @@ _RECORD_FIELDS = _PASSAGE_FIELDS | {
 def _query(record: Record, field: str, location: SourceLocation, number: int) -> Query:
     """Read the query. A query without an id gets the id ``unnamed-query-NUMBER``.
 
-    A number alone would not be safe, because it could also be the id of a passage. Evaluation skips a
-    passage that has the same id as the query.
+    A number alone would not be safe, because it could also be the id of a passage. Evaluation skips
+    a passage that has the same id as the query.
     """
     text = string_field(record, field, location)
     if record.get("query_id") is None:
@@ -102,7 +114,8 @@ def _scored(
         return example
     if scored != passages:
         raise location.error(
-            f"found scores for {scored[0]} of {passages[0]} positives and {scored[1]} of {passages[1]} "
+            f"found scores for {scored[0]} of {passages[0]} positives and {scored[1]} of "
+            f"{passages[1]} "
             "negatives; give every passage one score, or give none"
         )
     return example._replace(scores=TeacherScores(positives, negatives))  # type: ignore[arg-type]
@@ -142,7 +155,8 @@ def _texts(record: Record, name: str, location: SourceLocation) -> list[Passage]
         ids = [content_id("", text) for text in texts]
     if len(ids) != len(texts):
         raise location.error(
-            f"found {len(ids)} ids in '{name}_id' but {len(texts)} texts in {name!r}; each text needs one id"
+            f"found {len(ids)} ids in '{name}_id' but {len(texts)} texts in {name!r}; each text "
+            "needs one id"
         )
     return [Passage(key, "", text) for key, text in zip(ids, texts, strict=True)]
 
@@ -212,7 +226,9 @@ def _tevatron_passage(passage: Passage) -> Record:
     return {"docid": passage.id, "title": passage.title, "text": passage.text}
 
 
-def _write_scores(positives: list[Record], negatives: list[Record], scores: TeacherScores | None) -> None:
+def _write_scores(
+    positives: list[Record], negatives: list[Record], scores: TeacherScores | None
+) -> None:
     if scores is None:
         return
     for passage, score in zip(positives, scores.positives, strict=True):
@@ -234,7 +250,9 @@ def _read_dpr(record: Record, location: SourceLocation, number: int, scores: boo
 
 
 def _context(value: Any, location: SourceLocation) -> Passage:
-    record = record_of(value, location, "a context (an object with title, text and optionally passage_id)")
+    record = record_of(
+        value, location, "a context (an object with title, text and optionally passage_id)"
+    )
     has_passage_id = record.get("passage_id") is not None
     return _passage(record, location, "passage_id" if has_passage_id else "psg_id")
 

@@ -1,8 +1,9 @@
 """InfoNCE loss with a bank, for the training loops of other libraries.
 
-A bank stores vectors of earlier queries and passages. ``BankLoss`` gives the gradients of ``contaccum.methods.cont_accum`` if the
-training loop divides the loss by the number of micro-batches in a step. With n processes, the loss uses the vectors of all
-processes. DistributedDataParallel divides the gradients by n, so the loss multiplies its own gradient by n.
+A bank stores vectors of earlier queries and passages. ``BankLoss`` gives the gradients of
+``contaccum.methods.cont_accum`` if the training loop divides the loss by the number of
+micro-batches in a step. With n processes, the loss uses the vectors of all processes.
+DistributedDataParallel divides the gradients by n, so the loss multiplies its own gradient by n.
 """
 
 import hashlib
@@ -25,11 +26,16 @@ from contaccum.runtime.files import whole_file
 from contaccum.runtime.processes import started_elsewhere, tensor_defaults
 
 BANK_FILE = "contaccum_bank.safetensors"  # file name in a checkpoint folder of the other library
-State = tuple[dict[str, Tensor], dict[str, Any]]  # complete state of a bank: tensors by name, and other values by name
+State = tuple[
+    dict[str, Tensor], dict[str, Any]
+]  # complete state of a bank: tensors by name, and other values by name
 
 
 class BankLoss:
-    """InfoNCE loss that compares a micro-batch with itself and with a bank (Kim et al. 2024, arXiv 2406.12356)."""
+    """InfoNCE loss that compares a micro-batch with itself and with a bank (Kim et al.
+
+    2024, arXiv 2406.12356).
+    """
 
     def __init__(
         self,
@@ -42,34 +48,37 @@ class BankLoss:
     ) -> None:
         """Create the loss; the first batch creates the bank.
 
-        bank_size: maximum number of queries in the bank, each with its passages. 0: no bank (plain gradient accumulation).
-        None: the value of ``step_pairs`` in ``begin``.
-        similarity: ``cosine`` or ``dot``.
-        temperature: every similarity is divided by this number.
+        bank_size: maximum number of queries in the bank, each with its passages. 0: no bank (plain
+        gradient accumulation). None: the value of ``step_pairs`` in ``begin``. similarity:
+        ``cosine`` or ``dot``. temperature: every similarity is divided by this number.
         mask_false_negatives: for each query, mask the negatives that equal the positive passage.
-        hard_negatives: store hard negatives in the bank.
-        bank_options: ``queries=False`` stores only passages in the bank. For row_weight, age_decay, keep and warmup_steps,
-        see BankOptions.
+        hard_negatives: store hard negatives in the bank. bank_options: ``queries=False`` stores
+        only passages in the bank. For row_weight, age_decay, keep and warmup_steps, see
+        BankOptions.
         """
         if similarity not in ("cosine", "dot"):
             raise InputError(f"similarity is {similarity!r}; expected cosine or dot")
         self.bank_size, self.similarity, self.hard_negatives = bank_size, similarity, hard_negatives
         self.size = bank_size or 0
         self.bank_options = dict(bank_options)
-        self.options = BankOptions(columns_only=not bank_options.pop("queries", True), **bank_options)
+        self.options = BankOptions(
+            columns_only=not bank_options.pop("queries", True), **bank_options
+        )
         if self.options.row_weight not in ("all", "current"):
             raise InputError(f"row_weight is {self.options.row_weight!r}; expected all or current")
         self.loss = InfoNCE(temperature, mask_false_negatives)
         self.begun = False
         self.bank: Bank | None = None
-        self._waiting: tuple[Tensor, Tensor, RowIds, tuple[BankLogits | None, ...]] | None = None  # for the next push
+        self._waiting: tuple[Tensor, Tensor, RowIds, tuple[BankLogits | None, ...]] | None = (
+            None  # for the next push
+        )
         self._state: State | None = None
 
     def begin(self, checkpoint: str | Path | None = None, step_pairs: int | None = None) -> None:
         """Start training with an empty bank, or with the bank in the folder ``checkpoint``.
 
-        step_pairs: number of pairs (query, positive) in one optimizer step, over all processes. If bank_size is None, this
-        number is the size of the bank.
+        step_pairs: number of pairs (query, positive) in one optimizer step, over all processes. If
+        bank_size is None, this number is the size of the bank.
         """
         size = self.bank_size if self.bank_size is not None else step_pairs
         if size is None:
@@ -90,7 +99,10 @@ class BankLoss:
         self._waiting = None
 
     def state(self) -> State | None:
-        """Return the state of the bank, for a checkpoint. Return None before the first batch of a new run."""
+        """Return the state of the bank, for a checkpoint.
+
+        Return None before the first batch of a new run.
+        """
         self._push()
         if self.bank is None:
             return self._state
@@ -98,17 +110,24 @@ class BankLoss:
         return tensors, {**numbers, "similarity": self.similarity}
 
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Keep a saved state. The next training batch restores the bank from it. tensors, numbers: the result of ``state``."""
+        """Keep a saved state.
+
+        The next training batch restores the bank from it. tensors, numbers: the result of
+        ``state``.
+        """
         self.bank, self._state, self._waiting = None, (tensors, numbers), None
 
     @tensor_defaults()
-    def __call__(self, queries: Tensor, passages: Tensor, ids: Tensor | None = None, *, training: bool) -> Tensor:
+    def __call__(
+        self, queries: Tensor, passages: Tensor, ids: Tensor | None = None, *, training: bool
+    ) -> Tensor:
         """Compute the loss of B queries.
 
-        queries: vectors (B, d). passages: vectors (B, 1 + H, d); for each query, the positive and then H hard negatives.
-        ids: passage ids (B, 1 + H), int64, at least 0. Equal passages must have equal ids. None: no passage is masked.
-        training: if True, use the vectors of all processes and of the bank, and then add the new vectors to the bank. If
-        False, use only ``queries`` and ``passages``, and do not change the bank.
+        queries: vectors (B, d). passages: vectors (B, 1 + H, d); for each query, the positive and
+        then H hard negatives. ids: passage ids (B, 1 + H), int64, at least 0. Equal passages must
+        have equal ids. None: no passage is masked. training: if True, use the vectors of all
+        processes and of the bank, and then add the new vectors to the bank. If False, use only
+        ``queries`` and ``passages``, and do not change the bank.
         """
         if passages.ndim != 3 or passages[:, 0].shape != queries.shape or not queries.numel():
             shapes = f"queries have shape {tuple(queries.shape)}, passages {tuple(passages.shape)}"
@@ -122,14 +141,16 @@ class BankLoss:
             return self.loss(queries, passages, _row_ids(ids)).value
         if not self.begun:
             raise InputError(
-                "the loss was called in training before begin(). Add ContAccumCallback to the trainer, or call begin() and "
+                "the loss was called in training before begin(). Add ContAccumCallback to the "
+                "trainer, or call begin() and "
                 "end_step() in your own loop."
             )
         group = started_elsewhere(queries.device)
         queries, passages, ids = (group.all_rows(each) for each in (queries, passages, ids))
         if 0 < self.size < (pairs := len(queries)):
             raise InputError(
-                f"bank_size is {self.size}; expected 0 or at least {pairs} (pairs in one micro-batch, summed over processes)"
+                f"bank_size is {self.size}; expected 0 or at least {pairs} (pairs in one "
+                "micro-batch, summed over processes)"
             )
         self._push()
         rows = _row_ids(ids)
@@ -139,61 +160,97 @@ class BankLoss:
         found = self.loss(queries, passages, rows, bank)
         value = found.value
         if not torch.isfinite(value):
-            raise NotFiniteError(f"the loss is {value.item()}; it must be a finite number. The bank is unchanged.")
-        # The backward pass of the other library still needs the bank as it is, so the vectors are pushed later.
+            raise NotFiniteError(
+                f"the loss is {value.item()}; it must be a finite number. The bank is unchanged."
+            )
+        # The backward pass of the other library still needs the bank as it is, so the vectors are
+        # pushed later.
         self._waiting = (queries.detach(), passages.detach(), rows, found.computed)
-        # DistributedDataParallel averages the gradients over processes, but the loss needs the sum of the gradients
-        return value if group.world == 1 else value.detach() + (value - value.detach()) * group.world
+        # DistributedDataParallel averages the gradients over processes, but the loss needs the sum
+        # of the gradients
+        return (
+            value if group.world == 1 else value.detach() + (value - value.detach()) * group.world
+        )
 
     def _refuse_other_shapes(self, bank: Bank, passages: Tensor) -> None:
         hard, width = passages.shape[1] - 1, passages.shape[2]
         stored, stored_width = bank.options.hard_negatives, bank.passages.shape[2]
         if width != stored_width:
             raise InputError(
-                f"the vectors have width {width}, but the bank has width {stored_width}; they must be equal. For Matryoshka "
+                f"the vectors have width {width}, but the bank has width {stored_width}; they must "
+                "be equal. For Matryoshka "
                 "training use contaccum train with loss.matryoshka_dims."
             )
         if self.hard_negatives and hard != stored:
             raise InputError(
-                f"a batch has {hard} hard negatives per query, but the bank stores {stored} per query. Use the same number in "
+                f"a batch has {hard} hard negatives per query, but the bank stores {stored} per "
+                "query. Use the same number in "
                 "all data sets, or set hard_negatives=False."
             )
 
     def _make_bank(self, queries: Tensor, passages: Tensor) -> Bank:
-        options = replace(self.options, hard_negatives=passages.shape[1] - 1 if self.hard_negatives else 0)
+        options = replace(
+            self.options, hard_negatives=passages.shape[1] - 1 if self.hard_negatives else 0
+        )
         similarity = self.loss.similarity
-        bank = Bank(self.size, queries.shape[1], similarity, options, push=len(queries), device=queries.device)
+        bank = Bank(
+            self.size,
+            queries.shape[1],
+            similarity,
+            options,
+            push=len(queries),
+            device=queries.device,
+        )
         if self._state is not None:
             saved = self._state[1]["similarity"]
             if saved != self.similarity:
-                raise InputError(f"similarity is {self.similarity}, but the checkpoint has {saved}. Use {saved} again.")
+                raise InputError(
+                    f"similarity is {self.similarity}, but the checkpoint has {saved}. Use {saved} "
+                    "again."
+                )
             bank.load_state(*self._state)
             self._state = None
         return bank
 
 
 def content_ids(rows: list[list[int]]) -> Tensor:
-    """Return an id for each of n texts: (n,), int64, at least 0. rows: token ids of each text. Equal texts get equal ids."""
+    """Return an id for each of n texts: (n,), int64, at least 0. rows: token ids of each text.
+
+    Equal texts get equal ids.
+    """
     digests = (hashlib.blake2b(json.dumps(row).encode(), digest_size=8).digest() for row in rows)
     return torch.tensor([int.from_bytes(digest, "little") >> 1 for digest in digests])
 
 
 def _row_ids(ids: Tensor) -> RowIds:
-    return RowIds(ids.cpu(), ids[:, :1].cpu())  # only the first passage of a query is a known positive
+    return RowIds(
+        ids.cpu(), ids[:, :1].cpu()
+    )  # only the first passage of a query is a known positive
 
 
 def write_bank(folder: Path, state: State) -> None:
     """Write the state of a bank to a file in a checkpoint folder."""
     tensors, numbers = state
     with whole_file(folder / BANK_FILE) as file:
-        file.write(save({name: tensor.cpu() for name, tensor in tensors.items()}, {"bank": json.dumps(numbers)}))
+        file.write(
+            save(
+                {name: tensor.cpu() for name, tensor in tensors.items()},
+                {"bank": json.dumps(numbers)},
+            )
+        )
 
 
 def read_bank(folder: Path) -> State:
-    """Read the state of a bank from a checkpoint folder. Raise InputError if the file is missing or damaged."""
+    """Read the state of a bank from a checkpoint folder.
+
+    Raise InputError if the file is missing or damaged.
+    """
     path = folder / BANK_FILE
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["bank"])  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, json.loads(file.metadata()["bank"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: no bank found ({error}); choose a checkpoint of a run with a bank") from error
+        raise InputError(
+            f"{path}: no bank found ({error}); choose a checkpoint of a run with a bank"
+        ) from error

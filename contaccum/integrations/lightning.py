@@ -9,10 +9,12 @@
             queries, passages, ids = ...  # (B, d), (B, 1 + H, d), (B, 1 + H)
             return self.bank_loss(queries, passages, ids, training=True)
 
-    Trainer(accumulate_grad_batches=16, callbacks=[ContAccumCallback(module.bank_loss)])  # 16 batches of 8 pairs: bank_size 128
+    Trainer(accumulate_grad_batches=16, callbacks=[ContAccumCallback(module.bank_loss)])  # 16
+    batches of 8 pairs: bank_size 128
 
-B is the number of queries in a batch, H the number of hard negatives of a query, and d the length of a vector. Install with
-pip install 'contaccum[lightning]'. The module must use automatic optimization and one optimizer.
+B is the number of queries in a batch, H the number of hard negatives of a query, and d the length
+of a vector. Install with pip install 'contaccum[lightning]'. The module must use automatic
+optimization and one optimizer.
 """
 
 from typing import Any
@@ -32,7 +34,9 @@ class ContAccumCallback(Callback):
         self.steps = 0  # number of finished optimizer steps
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":  # the trainer calls load_state_dict later, so a checkpoint replaces the empty bank
+        if (
+            stage == "fit"
+        ):  # the trainer calls load_state_dict later, so a checkpoint replaces the empty bank
             self.loss.begin()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,8 +1,8 @@
 """Write the model card (README.md) of a model, and upload the model to the Hugging Face Hub.
 
-The card shows settings, training data, scores and example code. Its content comes from the model and
-from config.yaml, environment.json and metrics.json of the run. Local paths are shortened to their
-last part.
+The card shows settings, training data, scores and example code. Its content comes from the model
+and from config.yaml, environment.json and metrics.json of the run. Local paths are shortened to
+their last part.
 """
 
 import os
@@ -33,7 +33,13 @@ HUB_SET = re.compile(r"hub:([\w-][\w.-]*/[\w.-]+)([@:?].*)?", re.DOTALL)
 HUB_ERRORS: tuple[Any, ...] = (OSError, *HfHubHTTPError.__bases__)
 
 
-def push(path: str, repository: str, private: bool = False, licence: str | None = None, dry_run: bool = False) -> str:
+def push(
+    path: str,
+    repository: str,
+    private: bool = False,
+    licence: str | None = None,
+    dry_run: bool = False,
+) -> str:
     """Upload a model to the Hub. Return the addresses of the repository and of the commit.
 
     path: folder of a model, or of a run that has a model. If the folder of the model has no model
@@ -44,30 +50,43 @@ def push(path: str, repository: str, private: bool = False, licence: str | None 
     """
     model = Path(model_folder(path))
     if not (model / SETTINGS_FILE).is_file():
-        raise InputError(f"{path}: no model found; expected a folder with {SETTINGS_FILE}, or the folder of a run")
+        raise InputError(
+            f"{path}: no model found; expected a folder with {SETTINGS_FILE}, or the folder of a "
+            "run"
+        )
     if repository.count("/") != 1 or not is_hub_name(repository):
-        raise InputError(f"repository is {repository!r}; expected a valid Hub name of the form owner/name")
+        raise InputError(
+            f"repository is {repository!r}; expected a valid Hub name of the form owner/name"
+        )
     for file in model.rglob("*"):  # a link could upload a private file
         if file.is_symlink() and not file.resolve().is_relative_to(model.resolve()):
             raise InputError(
-                f"{file}: this symbolic link leads out of the model's folder, to {file.resolve()}. Replace the link with a "
+                f"{file}: this symbolic link leads out of the model's folder, to {file.resolve()}. "
+                "Replace the link with a "
                 "copy of the file, or delete it."
             )
     adapter = optional_json(str(model / TOWERS[0]), ADAPTER_FILE, AdapterFile)
     if adapter is not None and os.path.isabs(adapter.get("base_model_name_or_path") or ""):
         raise InputError(
-            f"{model}: the adapter's base is a local folder, which nobody else can load. Merge the adapter with contaccum "
+            f"{model}: the adapter's base is a local folder, which nobody else can load. Merge the "
+            "adapter with contaccum "
             "merge first."
         )
     if not (model / CARD).exists():
         write_text(model / CARD, write_card(model, repository, licence))
     elif licence is not None:
         raise InputError(
-            f"{model / CARD}: already exists, so --licence has no effect. Edit the license field of this file instead."
+            f"{model / CARD}: already exists, so --licence has no effect. Edit the license field "
+            "of this file instead."
         )
     if dry_run:
         names = sorted(str(file.relative_to(model)) for file in model.rglob("*") if file.is_file())
-        return "\n".join([*names, f"Nothing was sent. Without --dry_run, these files are uploaded to {repository}."])
+        return "\n".join(
+            [
+                *names,
+                f"Nothing was sent. Without --dry_run, these files are uploaded to {repository}.",
+            ]
+        )
     if get_token() is None:
         raise InputError("no Hub token found. Set HF_TOKEN, or log in with `hf auth login`.")
     api = HfApi()
@@ -75,10 +94,13 @@ def push(path: str, repository: str, private: bool = False, licence: str | None 
         created = api.create_repo(repository, private=private, exist_ok=True)
         if private and not api.repo_info(repository).private:
             raise InputError(
-                f"{repository}: this repository exists and is public; --private needs a new or a private repository. Choose "
+                f"{repository}: this repository exists and is public; --private needs a new or a "
+                "private repository. Choose "
                 "another name, or make the repository private on the Hub."
             )
-        sent = api.upload_folder(repo_id=repository, folder_path=model, commit_message="Upload by contaccum push")
+        sent = api.upload_folder(
+            repo_id=repository, folder_path=model, commit_message="Upload by contaccum push"
+        )
     return f"{created}\n{sent.commit_url}"
 
 
@@ -99,7 +121,9 @@ def write_card(model: Path, repository: str, licence: str | None) -> str:
         architecture = f"LoRA of rank {adapter['r']} on {shown(adapter['base_model_name_or_path'])}"
     else:
         backbone = read_json(model / TOWERS[0] / "config.json", ModelFile)
-        architecture = f"{backbone.get('model_type')}, {backbone.get('num_hidden_layers', '?')} layers"
+        architecture = (
+            f"{backbone.get('model_type')}, {backbone.get('num_hidden_layers', '?')} layers"
+        )
 
     scores: dict[str, Any] = {}
     for name in ("dev_metrics.json", "metrics.json"):  # test metrics have priority
@@ -117,7 +141,9 @@ def write_card(model: Path, repository: str, licence: str | None) -> str:
         if name not in OMITTED and value is not None:
             rows.append((f"`{name}`", cell(f"`{shown(value) if name in PATHS else value}`")))
 
-    hub_sets = [found[1] for train_set in train_sets if (found := HUB_SET.fullmatch(train_set["train"]))]
+    hub_sets = [
+        found[1] for train_set in train_sets if (found := HUB_SET.fullmatch(train_set["train"]))
+    ]
     base = str(config.get("model.name", "tiny"))
     on_hub = base.count("/") == 1 and is_hub_name(base) and not Path(base).exists()
     data = ModelCardData(
@@ -146,7 +172,9 @@ def write_card(model: Path, repository: str, licence: str | None) -> str:
         prefixes_in_table=[cell(repr(settings.query_prefix)), cell(repr(settings.passage_prefix))],
         # the transformers example loads neither a Dense layer nor an adapter in a subfolder
         plain=not list(model.glob("*/*_Dense")) and adapter is None,
-        training_sets=", ".join(f"`{shown(train_set['train'])}` ({train_set['split']})" for train_set in train_sets),
+        training_sets=", ".join(
+            f"`{shown(train_set['train'])}` ({train_set['split']})" for train_set in train_sets
+        ),
         versions=", ".join(f"{name} {value}" for name, value in read_environment(run).items()),
         rows=rows,
         queries=scores.get("queries"),

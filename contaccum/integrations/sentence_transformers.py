@@ -30,8 +30,9 @@ from contaccum.runtime.files import read_json
 class ContAccumLoss(CachedLossMixin, nn.Module):
     """CONTACCUM loss for data with the columns query, positive and, optionally, hard negatives.
 
-    A batch has ``per_device_train_batch_size`` pairs (query, positive). The loss compares the queries and passages of the batch
-    with each other and with earlier pairs from the bank. In evaluation, the loss does not use or change the bank.
+    A batch has ``per_device_train_batch_size`` pairs (query, positive). The loss compares the
+    queries and passages of the batch with each other and with earlier pairs from the bank. In
+    evaluation, the loss does not use or change the bank.
     """
 
     def __init__(
@@ -46,15 +47,16 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
     ) -> None:
         """Create the loss for a model.
 
-        bank_size: maximum number of queries in the bank, each with its passages. Default: the number of pairs in one optimizer
-        step, so that no query is older than one step. 0: no bank (plain gradient accumulation).
-        temperature: every similarity is divided by this number. The ``scale`` of sentence-transformers is 1 / temperature.
-        similarity: ``cosine`` or ``dot``. Default: the similarity of the model.
-        mask_false_negatives: for each query, mask the negatives that have the same tokens as the positive passage.
-        mini_batch_size: number of pairs in one forward pass; a smaller number needs less memory. The gradients of a batch are
-        cached as in GradCache. Default: the whole batch in one pass, without caching.
-        bank_options: hard_negatives (False: do not store hard negatives), queries (False: store only passages), and row_weight,
-        age_decay, keep and warmup_steps (see BankOptions).
+        bank_size: maximum number of queries in the bank, each with its passages. Default: the
+        number of pairs in one optimizer step, so that no query is older than one step. 0: no bank
+        (plain gradient accumulation). temperature: every similarity is divided by this number. The
+        ``scale`` of sentence-transformers is 1 / temperature. similarity: ``cosine`` or ``dot``.
+        Default: the similarity of the model. mask_false_negatives: for each query, mask the
+        negatives that have the same tokens as the positive passage. mini_batch_size: number of
+        pairs in one forward pass; a smaller number needs less memory. The gradients of a batch are
+        cached as in GradCache. Default: the whole batch in one pass, without caching. bank_options:
+        hard_negatives (False: do not store hard negatives), queries (False: store only passages),
+        and row_weight, age_decay, keep and warmup_steps (see BankOptions).
         """
         super().__init__()
         self.model = model
@@ -64,31 +66,42 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
             if isinstance(getattr(module, "pooler", None), nn.Module):
                 module.pooler.requires_grad_(False)
         self.bank_loss = BankLoss(
-            bank_size, similarity or model.similarity_fn_name, temperature, mask_false_negatives, **bank_options
+            bank_size,
+            similarity or model.similarity_fn_name,
+            temperature,
+            mask_false_negatives,
+            **bank_options,
         )
 
-    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
+    ) -> Tensor:
         """Compute the loss of a batch.
 
-        sentence_features: tokens of each column: query, positive, and optional hard negatives. labels: not used.
+        sentence_features: tokens of each column: query, positive, and optional hard negatives.
+        labels: not used.
         """
         features = list(sentence_features)
         if (columns := len(features)) < 2:
             raise InputError(
-                f"the data has {columns} text columns; expected a query, a positive and, optionally, hard negatives"
+                f"the data has {columns} text columns; expected a query, a positive and, "
+                "optionally, hard negatives"
             )
         ids = self._ids(features[1:])
         if self.mini_batch_size is not None:
             return self.forward_cached(features, ids)
-        return self.calculate_loss([[self.model(each)["sentence_embedding"]] for each in features], ids)
+        return self.calculate_loss(
+            [[self.model(each)["sentence_embedding"]] for each in features], ids
+        )
 
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
         """Compute the loss from embeddings; gradient caching calls this method.
 
-        reps: for each column (query, positive, hard negatives), a list of embedding tensors, one for each mini-batch.
-        labels: passage ids (B, 1 + H), or None. with_backward: also compute the gradients of the embeddings.
+        reps: for each column (query, positive, hard negatives), a list of embedding tensors, one
+        for each mini-batch. labels: passage ids (B, 1 + H), or None. with_backward: also compute
+        the gradients of the embeddings.
         """
         queries, *passages = (torch.cat(pieces) for pieces in reps)
         ids = None if labels is None else labels.to(queries.device)
@@ -98,8 +111,11 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         return value
 
     def _training(self) -> bool:
-        # in evaluation, the trainer calls eval() of the model, but not of this loss or of a wrapper of the model
-        model = next(module for module in self.model.modules() if isinstance(module, SentenceTransformer))
+        # in evaluation, the trainer calls eval() of the model, but not of this loss or of a wrapper
+        # of the model
+        model = next(
+            module for module in self.model.modules() if isinstance(module, SentenceTransformer)
+        )
         return model.training and torch.is_grad_enabled()
 
     def _ids(self, passages: list[dict[str, Tensor]]) -> Tensor | None:
@@ -108,11 +124,17 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
             return None
         if not all("input_ids" in each and "attention_mask" in each for each in passages):
             raise InputError(
-                "masking of false negatives identifies passages by their token ids, but input_ids or attention_mask is missing. "
+                "masking of false negatives identifies passages by their token ids, but input_ids "
+                "or attention_mask is missing. "
                 "Use text inputs, or set mask_false_negatives=False."
             )
-        columns = [zip(each["input_ids"].cpu(), each["attention_mask"].cpu().bool(), strict=True) for each in passages]
-        return torch.stack([content_ids([row[real].tolist() for row, real in each]) for each in columns], 1)
+        columns = [
+            zip(each["input_ids"].cpu(), each["attention_mask"].cpu().bool(), strict=True)
+            for each in passages
+        ]
+        return torch.stack(
+            [content_ids([row[real].tolist() for row, real in each]) for each in columns], 1
+        )
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the options of the loss. sentence-transformers writes them into the model card."""
@@ -146,23 +168,34 @@ class ContAccumCallback(TrainerCallback):
         self.bank_loss = loss.bank_loss
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start a new run with an empty bank. Start a resumed run with the bank of the checkpoint."""
-        # a pass of a Router uses only one tower; DistributedDataParallel would treat the other tower as unused parameters
+        """Start a new run with an empty bank.
+
+        Start a resumed run with the bank of the checkpoint.
+        """
+        # a pass of a Router uses only one tower; DistributedDataParallel would treat the other
+        # tower as unused parameters
         routed = any(isinstance(module, Router) for module in self.loss.model.modules())
-        searches = args.ddp_find_unused_parameters is not False and not self.loss.uses_gradient_cache
+        searches = (
+            args.ddp_find_unused_parameters is not False and not self.loss.uses_gradient_cache
+        )
         if args.world_size > 1 and routed and searches:
             raise InputError(
-                f"ddp_find_unused_parameters is {args.ddp_find_unused_parameters}, but the model has a Router and trains in "
-                "several processes; set ddp_find_unused_parameters to False, or give the loss a mini_batch_size"
+                f"ddp_find_unused_parameters is {args.ddp_find_unused_parameters}, but the model "
+                "has a Router and trains in "
+                "several processes; set ddp_find_unused_parameters to False, or give the loss a "
+                "mini_batch_size"
             )
         if args.world_size > 1 and not args.dataloader_drop_last:
             raise InputError(
-                "dataloader_drop_last is False with several processes; set it to True, because the banks of all processes must "
+                "dataloader_drop_last is False with several processes; set it to True, because the "
+                "banks of all processes must "
                 "be equal"
             )
         pairs = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         named = args.resume_from_checkpoint
-        folder = Path(named) if isinstance(named, str) and Path(named).is_dir() else _folder(args, state)
+        folder = (
+            Path(named) if isinstance(named, str) and Path(named).is_dir() else _folder(args, state)
+        )
         self.bank_loss.begin(folder if state.global_step else None, pairs)
         if state.global_step:
             _refuse_other_run(folder, state)
@@ -179,9 +212,12 @@ class ContAccumCallback(TrainerCallback):
 def _refuse_other_run(folder: Path, state: Any) -> None:
     """Raise InputError if the trainer did not load ``state`` from the checkpoint ``folder``, whose bank is used."""
     saved = read_json(folder / TRAINER_STATE_NAME)["log_history"]
-    if json.dumps(saved) != json.dumps(state.log_history):  # as text, because NaN is not equal to itself
+    if json.dumps(saved) != json.dumps(
+        state.log_history
+    ):  # as text, because NaN is not equal to itself
         raise InputError(
-            f"{folder}: this checkpoint, whose bank would be used, is of another run than the resumed checkpoint. Set "
+            f"{folder}: this checkpoint, whose bank would be used, is of another run than the "
+            "resumed checkpoint. Set "
             "resume_from_checkpoint in the training arguments to the resumed checkpoint."
         )
 

@@ -14,8 +14,8 @@ from contaccum.methods.objective import Loss, StepEngine
 Method = Callable[[StepEngine, list[MicroBatch], Bank, Loss], list[LossValue]]
 """Function that computes the losses and gradients of one optimizer step.
 
-The gradient of the step's mean loss is added to the gradients of the model. Returns one loss per micro-batch, or one loss for the
-whole step. The returned losses have no graph.
+The gradient of the step's mean loss is added to the gradients of the model. Returns one loss per
+micro-batch, or one loss for the whole step. The returned losses have no graph.
 """
 
 METHODS: dict[str, Method] = {

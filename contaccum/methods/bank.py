@@ -1,7 +1,7 @@
 """Dual memory bank: a ring buffer of the embeddings of past queries and passages.
 
-One slot of the ring stores one training pair: a query, its passages and their ids. Stored embeddings have no gradient.
-Source: Kim et al. 2024 (arXiv 2406.12356), section 3.2.
+One slot of the ring stores one training pair: a query, its passages and their ids. Stored
+embeddings have no gradient. Source: Kim et al. 2024 (arXiv 2406.12356), section 3.2.
 """
 
 import hashlib
@@ -28,16 +28,20 @@ class BankOptions:
     hard_negatives: int = 0
     """Number of hard negatives that the bank stores with each pair of query and positive."""
     columns_only: bool = False
-    """Whether to store only passages and no queries. The bank then adds columns to the loss, but no rows."""
+    """Whether to store only passages and no queries. The bank then adds columns to the loss, but no
+    rows."""
     row_weight: str = "all"
-    """Divisor of the summed loss: the number of current and bank rows (``all``), or of current rows (``current``)."""
+    """Divisor of the summed loss: the number of current and bank rows (``all``), or of current rows
+    (``current``)."""
     keep: bool = True
-    """Whether to keep the pairs after an optimizer step. False is the paper's ablation "without past encoder"."""
+    """Whether to keep the pairs after an optimizer step. False is the paper's ablation "without
+    past encoder"."""
     warmup_steps: int = 0
-    """Number of optimizer steps at the start of a run in which the bank is filled, but the loss does not use it."""
+    """Number of optimizer steps at the start of a run in which the bank is filled, but the loss
+    does not use it."""
     age_decay: float = 0.0
-    """Age penalty per optimizer step. A logit is reduced by age_decay times the number of optimizer steps between the
-    encoding of its query and the encoding of its passage."""
+    """Age penalty per optimizer step. A logit is reduced by age_decay times the number of optimizer
+    steps between the encoding of its query and the encoding of its passage."""
 
 
 class BankLogits(NamedTuple):
@@ -56,10 +60,14 @@ class BankLogits(NamedTuple):
 
 
 class Bank:
-    """Ring buffer of M slots with one pair each. Slots 0 to ``stored`` - 1 are filled. A bank of size 0 stays empty."""
+    """Ring buffer of M slots with one pair each.
+
+    Slots 0 to ``stored`` - 1 are filled. A bank of size 0 stays empty.
+    """
 
     truncated: "tuple[Bank, ...]" = ()
-    """One bank per truncated embedding width. Empty, except in a ``contaccum.methods.objective.MatryoshkaBank``."""
+    """One bank per truncated embedding width. Empty, except in a
+    ``contaccum.methods.objective.MatryoshkaBank``."""
 
     def __init__(
         self,
@@ -73,7 +81,8 @@ class Bank:
     ) -> None:
         """Create an empty bank.
 
-        size: number of slots, M. dim: width of an embedding, d. push: number of pairs that a push usually writes.
+        size: number of slots, M. dim: width of an embedding, d. push: number of pairs that a push
+        usually writes.
         """
         self.size, self.dim, self.similarity, self.push_rows = size, dim, similarity, push
         self.options = options or BankOptions()
@@ -85,12 +94,18 @@ class Bank:
         self.passages = torch.zeros(size, self.per_slot, dim, device=device)
         self.queries = None if self.options.columns_only else torch.zeros(size, dim, device=device)
         self.positive_logits = torch.zeros(size, device=device)
-        self.age = torch.zeros(size, dtype=torch.long, device=device)  # optimizer steps since the pair was encoded
+        self.age = torch.zeros(
+            size, dtype=torch.long, device=device
+        )  # optimizer steps since the pair was encoded
         # the tensors of ids are always on the CPU
         self.column_ids = torch.full((size, self.per_slot), NO_PASSAGE)
         self.positives = torch.full((size, 1), NO_PASSAGE)
-        self.query_numbers = torch.zeros(size, dtype=torch.long)  # each query's row number in the training set
-        self.index_in_step = torch.zeros(size, dtype=torch.long)  # index among the pairs of its optimizer step
+        self.query_numbers = torch.zeros(
+            size, dtype=torch.long
+        )  # each query's row number in the training set
+        self.index_in_step = torch.zeros(
+            size, dtype=torch.long
+        )  # index among the pairs of its optimizer step
         self.sums: CachedLogSumExp | None = None  # None if the bank stores only passages
         self._index_all()
         self.empty()
@@ -120,7 +135,9 @@ class Bank:
             queries=None if self.queries is None else self.queries[slots],
             passages=self.passages[slots],
             positive_logits=self.positive_logits[slots],
-            ids=RowIds(self.column_ids[slots], self.positives[slots], queries=self.query_numbers[slots]),
+            ids=RowIds(
+                self.column_ids[slots], self.positives[slots], queries=self.query_numbers[slots]
+            ),
             first=slots.start,
             columns_by_id=self._columns_by_id,
             rows_by_id=self._rows_by_id,
@@ -130,12 +147,19 @@ class Bank:
 
     @torch.no_grad()
     def push(
-        self, queries: Tensor, passages: Tensor, ids: RowIds, computed: tuple[BankLogits | None, ...] = ()
+        self,
+        queries: Tensor,
+        passages: Tensor,
+        ids: RowIds,
+        computed: tuple[BankLogits | None, ...] = (),
     ) -> None:
-        """Write b new pairs into the next b slots. In a full bank, this replaces the b oldest pairs.
+        """Write b new pairs into the next b slots.
 
-        queries: (b, d). passages: (b, 1 + H, d). ids: passage ids of the b pairs. computed: ``LossValue.computed`` of
-        the loss that compared the b pairs with this bank, so that the push does not compute these logits again.
+        In a full bank, this replaces the b oldest pairs.
+
+        queries: (b, d). passages: (b, 1 + H, d). ids: passage ids of the b pairs. computed:
+        ``LossValue.computed`` of the loss that compared the b pairs with this bank, so that the
+        push does not compute these logits again.
         """
         if self.size == 0:
             return
@@ -149,7 +173,9 @@ class Bank:
             positive_logits = self.similarity.positive_logits(queries, passages)  # (b,)
         pieces = self._pieces(b)
         for slots, rows in pieces:
-            self._overwritten.append((slots, [tensor[slots].clone() for tensor in self._tensors().values()]))
+            self._overwritten.append(
+                (slots, [tensor[slots].clone() for tensor in self._tensors().values()])
+            )
             self._index(slots, remove=True)
             self.passages[slots] = passages[rows, : self.per_slot]
             self.column_ids[slots] = ids.columns[rows, : self.per_slot]
@@ -158,7 +184,9 @@ class Bank:
             if self.similarity.rules.by_query and ids.queries is not None:
                 self.query_numbers[slots] = ids.queries[rows]
             self.age[slots] = 0
-            self.index_in_step[slots] = torch.arange(self.pushed + rows.start, self.pushed + rows.stop)
+            self.index_in_step[slots] = torch.arange(
+                self.pushed + rows.start, self.pushed + rows.stop
+            )
             if self.queries is not None:
                 self.queries[slots] = queries[rows]
                 self.positive_logits[slots] = positive_logits[rows]
@@ -172,9 +200,13 @@ class Bank:
                 assert in_loss.pointer == self.pointer, "the loss was computed before another push"
                 over_columns = in_loss.over_current
                 row_logits = in_loss.stored.new_empty(b, self.stored, self.per_slot)
-                row_logits[:, :stored_before] = in_loss.stored.unflatten(1, (stored_before, self.per_slot))
+                row_logits[:, :stored_before] = in_loss.stored.unflatten(
+                    1, (stored_before, self.per_slot)
+                )
                 row_logits[:, pieces[0][0]] = in_loss.current.unflatten(1, (b, self.per_slot))
-            self.sums.overwrite([slots for slots, _ in pieces], self.stored, over_columns, row_logits)
+            self.sums.overwrite(
+                [slots for slots, _ in pieces], self.stored, over_columns, row_logits
+            )
         self.pointer = (self.pointer + b) % self.size
 
     def _pieces(self, b: int) -> list[tuple[slice, slice]]:
@@ -199,14 +231,18 @@ class Bank:
     def _widen(self, width: int) -> None:
         """Make room for ``width`` known positives of a query."""
         if width > self.positives.shape[1]:
-            self.positives = F.pad(self.positives, (0, width - self.positives.shape[1]), value=NO_PASSAGE)
+            self.positives = F.pad(
+                self.positives, (0, width - self.positives.shape[1]), value=NO_PASSAGE
+            )
 
     def _index(self, slots: slice, remove: bool = False) -> None:
         """Add the passage ids in ``slots`` to the indexes, or remove them."""
         if self.similarity.mask_false_negatives:
             update = IdIndex.remove if remove else IdIndex.add
             update(self._rows_by_id, slots.start, self.positives[slots])
-            update(self._columns_by_id, slots.start * self.per_slot, self.column_ids[slots].view(-1, 1))
+            update(
+                self._columns_by_id, slots.start * self.per_slot, self.column_ids[slots].view(-1, 1)
+            )
 
     def _index_all(self) -> None:
         self._rows_by_id, self._columns_by_id = IdIndex(), IdIndex()
@@ -222,14 +258,20 @@ class Bank:
             self.empty()
 
     def empty(self) -> None:
-        """Remove all pairs, but keep the number of steps. Call this function only between two optimizer steps."""
+        """Remove all pairs, but keep the number of steps.
+
+        Call this function only between two optimizer steps.
+        """
         self.pointer = self.stored = 0
         if self.queries is not None and self.size:
-            # Two copies of a chunk of logits are in memory at once, so a chunk is small compared with the bank.
+            # Two copies of a chunk of logits are in memory at once, so a chunk is small compared
+            # with the bank.
             device = self.passages.device
             share = self.passages.numel() // (32 if device.type == "cpu" else 12)
             chunk = min(self.similarity.chunk_on(device), max(MIN_CHUNK, share))
-            self.sums = CachedLogSumExp(self._logits, self.size, self.push_rows, chunk // self.per_slot, device)
+            self.sums = CachedLogSumExp(
+                self._logits, self.size, self.push_rows, chunk // self.per_slot, device
+            )
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -253,7 +295,10 @@ class Bank:
         self._begin_step()
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return all tensors that have one entry per slot. The keys are their names in a saved state."""
+        """Return all tensors that have one entry per slot.
+
+        The keys are their names in a saved state.
+        """
         tensors = {
             "passages": self.passages,
             "column_ids": self.column_ids,
@@ -269,7 +314,10 @@ class Bank:
         return tensors
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors and the other values to save in a checkpoint. Call this only between two steps."""
+        """Return the tensors and the other values to save in a checkpoint.
+
+        Call this only between two steps.
+        """
         tensors = {name: tensor.contiguous() for name, tensor in self._tensors().items()}
         numbers: dict[str, Any] = {
             "size": self.size,
@@ -285,8 +333,8 @@ class Bank:
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Restore the tensors and the other values that ``state`` returned.
 
-        Raises InputError if the saved tensors do not have the shapes of this bank's tensors. The log-sum-exps are
-        computed again if a setting that affects them has changed.
+        Raises InputError if the saved tensors do not have the shapes of this bank's tensors. The
+        log-sum-exps are computed again if a setting that affects them has changed.
         """
         saved = {name: tensor for name, tensor in tensors.items() if name != "sums"}
         self._widen(saved["positives"].shape[1] if "positives" in saved else 1)
@@ -295,13 +343,18 @@ class Bank:
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
         if saved_shapes != shapes:
             raise InputError(
-                f"bank of the checkpoint: its shapes are {saved_shapes}, but this configuration needs {shapes}. "
+                f"bank of the checkpoint: its shapes are {saved_shapes}, but this configuration "
+                f"needs {shapes}. "
                 "Resume with the `bank` and `loss` settings that the run started with."
             )
         self.empty()
         for name, tensor in own.items():
             tensor.copy_(saved[name])
-        self.pointer, self.stored, self.step = numbers["pointer"], numbers["stored"], numbers["step"]
+        self.pointer, self.stored, self.step = (
+            numbers["pointer"],
+            numbers["stored"],
+            numbers["step"],
+        )
         self._index_all()
         stop = self.pointer or self.stored  # end of the last push
         if self.sums is not None and numbers["sums_of"] == self._sums_of():
@@ -313,12 +366,21 @@ class Bank:
 
     def _sums_of(self) -> dict[str, Any]:
         """Return the settings on which the stored log-sum-exps depend."""
-        return {"push": self.push_rows, "age_decay": self.options.age_decay, **self.similarity.settings()}
+        return {
+            "push": self.push_rows,
+            "age_decay": self.options.age_decay,
+            **self.similarity.settings(),
+        }
 
     def fingerprint(self) -> str:
-        """Return a hash of the stored pairs. Processes that pushed the same pairs get the same hash."""
+        """Return a hash of the stored pairs.
+
+        Processes that pushed the same pairs get the same hash.
+        """
         digest = hashlib.sha256(f"{self.pointer} {self.stored} {self.step}".encode())
         for name, tensor in self._tensors().items():
-            if name != "positive_logits":  # computed values, which another machine may round differently
+            if (
+                name != "positive_logits"
+            ):  # computed values, which another machine may round differently
                 digest.update(tensor.cpu().numpy().data)
         return digest.hexdigest()

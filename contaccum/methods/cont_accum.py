@@ -1,7 +1,9 @@
-"""Gradient accumulation with a bank of past pairs. The two methods are CONTACCUM and pre-batch negatives.
+"""Gradient accumulation with a bank of past pairs.
 
-Source of CONTACCUM: Kim et al. 2024 (arXiv 2406.12356), eq. 5-9. Sources of pre-batch negatives: Lee et al. 2021
-(arXiv 2012.12624), and the ablation "without query bank" of Kim et al.
+The two methods are CONTACCUM and pre-batch negatives.
+
+Source of CONTACCUM: Kim et al. 2024 (arXiv 2406.12356), eq. 5-9. Sources of pre-batch negatives:
+Lee et al. 2021 (arXiv 2012.12624), and the ablation "without query bank" of Kim et al.
 """
 
 from contaccum.batch import MicroBatch
@@ -10,12 +12,14 @@ from contaccum.methods.loss import LossValue, row_weights
 from contaccum.methods.objective import Loss, StepEngine
 
 
-def cont_accum(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
+def cont_accum(
+    engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss
+) -> list[LossValue]:
     """Compute the losses and gradients of one optimizer step with CONTACCUM. Each text is encoded once.
 
-    The logits matrix of a micro-batch of b pairs has b current rows and all bank rows. Its columns are b (1 + H)
-    current columns and all bank columns. H: number of hard negatives of a query. After the backward pass, the b pairs
-    are pushed into the bank.
+    The logits matrix of a micro-batch of b pairs has b current rows and all bank rows. Its columns
+    are b (1 + H) current columns and all bank columns. H: number of hard negatives of a query.
+    After the backward pass, the b pairs are pushed into the bank.
     """
     values = []
     weights = zip(row_weights(micro_batches, bank), row_weights(micro_batches), strict=True)
@@ -28,11 +32,16 @@ def cont_accum(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, 
     return values
 
 
-def passage_bank(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
-    """Compute the losses and gradients of one optimizer step with pre-batch negatives. Each text is encoded once.
+def passage_bank(
+    engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss
+) -> list[LossValue]:
+    """Compute the losses and gradients of one optimizer step with pre-batch negatives.
 
-    This is CONTACCUM with a bank that stores only passages. So the logits matrix of a micro-batch of b pairs has b
-    current rows and no bank rows. Its columns are b (1 + H) current columns and all bank columns.
+    Each text is encoded once.
+
+    This is CONTACCUM with a bank that stores only passages. So the logits matrix of a micro-batch
+    of b pairs has b current rows and no bank rows. Its columns are b (1 + H) current columns and
+    all bank columns.
     """
     assert bank.queries is None, "passage_bank needs a bank with columns_only"
     return cont_accum(engine, micro_batches, bank, loss)

@@ -6,13 +6,20 @@ from contaccum.methods.loss import LossValue, row_weights
 from contaccum.methods.objective import Loss, StepEngine
 
 
-def grad_accum(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
-    """Compute the losses and gradients of one optimizer step with gradient accumulation. Each text is encoded once.
+def grad_accum(
+    engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss
+) -> list[LossValue]:
+    """Compute the losses and gradients of one optimizer step with gradient accumulation.
 
-    The logits matrix of a micro-batch of b pairs has b rows and b (1 + H) columns. H: number of hard negatives of a query.
+    Each text is encoded once.
+
+    The logits matrix of a micro-batch of b pairs has b rows and b (1 + H) columns. H: number of
+    hard negatives of a query.
     """
     values = []
-    for batch, weight in zip(engine.micro_steps(micro_batches), row_weights(micro_batches), strict=True):
+    for batch, weight in zip(
+        engine.micro_steps(micro_batches), row_weights(micro_batches), strict=True
+    ):
         queries, passages = engine.encode(batch)  # (b, d), (b, 1 + H, d)
         value = loss(queries, passages, batch.ids).weighted(weight, weight)
         engine.backward(value.value / len(micro_batches))

@@ -1,7 +1,8 @@
 """GradCache, with and without a bank.
 
-GradCache computes the loss over a whole step with the memory of one micro-batch, at the cost of a second forward pass.
-The functions are named after the steps of the algorithm in Gao et al. 2021 (arXiv 2101.06983).
+GradCache computes the loss over a whole step with the memory of one micro-batch, at the cost of a
+second forward pass. The functions are named after the steps of the algorithm in Gao et al. 2021
+(arXiv 2101.06983).
 """
 
 from dataclasses import replace
@@ -16,35 +17,43 @@ from contaccum.methods.objective import Loss, StepEngine
 from contaccum.methods.replay import Cache, replay_sample
 
 
-def grad_cache(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
+def grad_cache(
+    engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss
+) -> list[LossValue]:
     """Compute the loss and the gradients of one optimizer step with GradCache, in two passes over the texts.
 
-    The logits matrix of a step of N pairs has N rows and N (1 + H) columns. H: number of hard negatives of a query.
-    Without partial replay, the gradients are those of in_batch, except for rounding.
+    The logits matrix of a step of N pairs has N rows and N (1 + H) columns. H: number of hard
+    negatives of a query. Without partial replay, the gradients are those of in_batch, except for
+    rounding.
     """
     parts = represent(engine, micro_batches)
     value, cache = cache_gradients(parts, loss)
     return [replay(engine, micro_batches, parts[-1], cache, value.detach())]
 
 
-def cont_cache(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
+def cont_cache(
+    engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss
+) -> list[LossValue]:
     """Compute the loss and the gradients of one optimizer step with GradCache and a bank, in two passes over the texts.
 
-    The logits matrix of a step of N pairs has N current rows and all bank rows. Its columns are N (1 + H) current
-    columns and all bank columns. H: number of hard negatives of a query. After the loss, the N pairs go into the bank.
+    The logits matrix of a step of N pairs has N current rows and all bank rows. Its columns are N
+    (1 + H) current columns and all bank columns. H: number of hard negatives of a query. After the
+    loss, the N pairs go into the bank.
     """
     parts = represent(engine, micro_batches)
     value, cache = cache_gradients(parts, loss, bank)
-    bank.push(*concatenate(parts), value.computed)  # before the second pass, which needs the memory of these logits
+    bank.push(
+        *concatenate(parts), value.computed
+    )  # before the second pass, which needs the memory of these logits
     return [replay(engine, micro_batches, parts[-1], cache, value.detach())]
 
 
 def represent(engine: StepEngine, micro_batches: list[MicroBatch]) -> list[Rows]:
     """Compute the embeddings of every micro-batch: the first pass, step 1 of the paper.
 
-    Without partial replay, the last micro-batch keeps its autograd graph, so the second pass does not encode it again.
-    With partial replay, the second pass encodes only a sample of the texts, so all micro-batches are encoded here
-    without a graph.
+    Without partial replay, the last micro-batch keeps its autograd graph, so the second pass does
+    not encode it again. With partial replay, the second pass encodes only a sample of the texts, so
+    all micro-batches are encoded here without a graph.
     """
     if engine.replay_share < 1:
         without_graph, with_graph = micro_batches, []
@@ -61,10 +70,13 @@ def represent(engine: StepEngine, micro_batches: list[MicroBatch]) -> list[Rows]
 
 
 def _groups(micro_batches: list[MicroBatch], size: int) -> list[list[MicroBatch]]:
-    """Divide micro-batches into groups to join. A group has at most ``size`` times as many pairs as its first.
+    """Divide micro-batches into groups to join.
 
-    A joined group is padded to its longest text. ``micro_batch_tokens`` sorts the micro-batches: the first one has the
-    longest texts and the fewest pairs. So a group has about as many padded tokens as ``size`` micro-batches.
+    A group has at most ``size`` times as many pairs as its first.
+
+    A joined group is padded to its longest text. ``micro_batch_tokens`` sorts the micro-batches:
+    the first one has the longest texts and the fewest pairs. So a group has about as many padded
+    tokens as ``size`` micro-batches.
     """
     groups: list[list[MicroBatch]] = []
     room = 0
@@ -81,8 +93,8 @@ def _groups(micro_batches: list[MicroBatch], size: int) -> list[list[MicroBatch]
 def _split(rows: Rows, sizes: list[int]) -> list[Rows]:
     """Undo ``StepEngine.join``: divide ``rows`` into micro-batches.
 
-    rows: W * sum(sizes) pairs of W processes, all pairs of process 0, then all pairs of process 1, and so on. sizes:
-    number of pairs per process in each micro-batch.
+    rows: W * sum(sizes) pairs of W processes, all pairs of process 0, then all pairs of process 1,
+    and so on. sizes: number of pairs per process in each micro-batch.
     """
     queries, passages, ids = rows
 
@@ -95,7 +107,9 @@ def _split(rows: Rows, sizes: list[int]) -> list[Rows]:
     return list(zip(split(queries), split(passages), parts, strict=True))
 
 
-def cache_gradients(parts: list[Rows], loss: Loss, bank: Bank | None = None) -> tuple[LossValue, Cache]:
+def cache_gradients(
+    parts: list[Rows], loss: Loss, bank: Bank | None = None
+) -> tuple[LossValue, Cache]:
     """Return the loss of the step, without graph, and its gradients for each micro-batch's embeddings.
 
     This is step 2 of the paper.
@@ -115,9 +129,10 @@ def replay(
 ) -> LossValue:
     """Make the second pass: encode texts again with a graph, and backpropagate their cached gradients.
 
-    These are the steps 3 and 4 of the paper. Without partial replay, the dropout noise is that of the first pass. last:
-    the rows of the last micro-batch, with the graph from the first pass; partial replay does not use it. Returns
-    ``value``. Partial replay adds its share and its variance to the statistics.
+    These are the steps 3 and 4 of the paper. Without partial replay, the dropout noise is that of
+    the first pass. last: the rows of the last micro-batch, with the graph from the first pass;
+    partial replay does not use it. Returns ``value``. Partial replay adds its share and its
+    variance to the statistics.
     """
     if engine.replay_share < 1:
         share, variance = replay_sample(engine, micro_batches, cache)
@@ -130,6 +145,8 @@ def replay(
     return value
 
 
-def _backward(engine: StepEngine, queries: Tensor, passages: Tensor, gradients: tuple[Tensor, Tensor]) -> None:
+def _backward(
+    engine: StepEngine, queries: Tensor, passages: Tensor, gradients: tuple[Tensor, Tensor]
+) -> None:
     # the gradient of this inner product with respect to the embeddings is the cached gradient
     engine.backward((queries * gradients[0]).sum() + (passages * gradients[1]).sum())

@@ -1,4 +1,6 @@
-"""In-batch negatives: one loss over the whole step. The graph of the whole step is in memory at once.
+"""In-batch negatives: one loss over the whole step.
+
+The graph of the whole step is in memory at once.
 
 Source: Karpukhin et al. 2020 (arXiv 2004.04906), section 3.2.
 """
@@ -9,11 +11,15 @@ from contaccum.methods.loss import LossValue
 from contaccum.methods.objective import Loss, StepEngine
 
 
-def in_batch(engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss) -> list[LossValue]:
-    """Compute the loss and the gradients of one optimizer step with in-batch negatives. Each text is encoded once.
+def in_batch(
+    engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss
+) -> list[LossValue]:
+    """Compute the loss and the gradients of one optimizer step with in-batch negatives.
 
-    The logits matrix of a step of N pairs has N rows and N (1 + H) columns. H: number of hard negatives of a query. The memory
-    of the step grows with N.
+    Each text is encoded once.
+
+    The logits matrix of a step of N pairs has N rows and N (1 + H) columns. H: number of hard
+    negatives of a query. The memory of the step grows with N.
     """
     parts = [(*engine.encode(batch), batch.ids) for batch in engine.micro_steps(micro_batches)]
     value = loss(*concatenate(parts))

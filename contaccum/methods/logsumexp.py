@@ -1,18 +1,20 @@
 """Log-sum-exp of each stored query over its negatives in the bank, kept up to date while pushes overwrite slots.
 
-A push replaces b slots, and so b (1 + H) terms in the sum of every row. Subtracting the old terms would add a rounding
-error in every push. But pushes overwrite the slots in order, so it is known which terms leave the sums next. The ring
-is divided into blocks of slots. One block is open: the one that pushes overwrite now. The sum of a row has three parts:
+A push replaces b slots, and so b (1 + H) terms in the sum of every row. Subtracting the old terms
+would add a rounding error in every push. But pushes overwrite the slots in order, so it is known
+which terms leave the sums next. The ring is divided into blocks of slots. One block is open: the
+one that pushes overwrite now. The sum of a row has three parts:
 
     closed     all other blocks
     new        the slots of the open block that pushes have overwritten since they entered it
     old[k]     the slots of the open block that remain after its first k groups of b slots are overwritten
 
-A push adds its columns to ``new`` and moves from old[k] to old[k + 1]. When pushes enter the next block, ``new`` is the
-log-sum-exp of the block that they leave, and ``old`` is computed from the embeddings in the block that they enter. So
-the logits of a column are computed twice in one turn of the ring: when the column is pushed, and when its block is
-opened. With M rows and sqrt(M / b) groups in a block, a push costs O(M b) on average, and the table has
-about 2 sqrt(M / b) + 3 numbers for each row.
+A push adds its columns to ``new`` and moves from old[k] to old[k + 1]. When pushes enter the next
+block, ``new`` is the log-sum-exp of the block that they leave, and ``old`` is computed from the
+embeddings in the block that they enter. So the logits of a column are computed twice in one turn of
+the ring: when the column is pushed, and when its block is opened. With M rows and sqrt(M / b)
+groups in a block, a push costs O(M b) on average, and the table has about 2 sqrt(M / b) + 3 numbers
+for each row.
 """
 
 import math
@@ -25,17 +27,23 @@ from torch import Tensor
 from contaccum.methods.similarity import chunks
 
 Logits = Callable[[slice, slice], Tensor]
-"""Function that returns the logits of the queries in r slots and the passages in s slots, (r, s, 1 + H)."""
+"""Function that returns the logits of the queries in r slots and the passages in s slots, (r, s, 1
++ H)."""
 
 
 class CachedLogSumExp:
-    """Log-sum-exp of every row over all columns. A slot holds one row (a query) and 1 + H columns (its passages)."""
+    """Log-sum-exp of every row over all columns.
 
-    def __init__(self, logits: Logits, size: int, push: int, chunk: int, device: torch.device | None) -> None:
+    A slot holds one row (a query) and 1 + H columns (its passages).
+    """
+
+    def __init__(
+        self, logits: Logits, size: int, push: int, chunk: int, device: torch.device | None
+    ) -> None:
         """Create the table of an empty bank.
 
-        logits: function for the logits of stored vectors. size: number of slots, M. push: number of slots that a push
-        usually overwrites, b. chunk: number of (row, slot) to compute at once.
+        logits: function for the logits of stored vectors. size: number of slots, M. push: number of
+        slots that a push usually overwrites, b. chunk: number of (row, slot) to compute at once.
         """
         self.logits, self.push, self.chunk = logits, push, chunk
         groups = math.ceil(math.sqrt(size / push))
@@ -46,8 +54,12 @@ class CachedLogSumExp:
         self.closed, self.new = self.table[0], self.table[1]  # (M,)
         self.old = self.table[2 : 3 + groups]  # (groups + 1, M)
         self.blocks = self.table[3 + groups :]  # (blocks, M); minus infinity for the open block
-        self.groups_overwritten = 0  # k, the number of groups of the open block that pushes have overwritten
-        self._before: list[tuple[Tensor, Tensor]] = []  # (part of the table, its content before it was overwritten)
+        self.groups_overwritten = (
+            0  # k, the number of groups of the open block that pushes have overwritten
+        )
+        self._before: list[
+            tuple[Tensor, Tensor]
+        ] = []  # (part of the table, its content before it was overwritten)
         self._groups_before = 0
 
     def total(self, fill: int) -> Tensor:
@@ -56,13 +68,20 @@ class CachedLogSumExp:
         return torch.stack([self.closed[:fill], self.new[:fill], old[:fill]]).logsumexp(0)
 
     def overwrite(
-        self, pieces: list[slice], fill: int, over_columns: Tensor | None = None, row_logits: Tensor | None = None
+        self,
+        pieces: list[slice],
+        fill: int,
+        over_columns: Tensor | None = None,
+        row_logits: Tensor | None = None,
     ) -> None:
-        """Update the table after a push overwrote the slots in ``pieces``, in this order. Each piece is in one block.
+        """Update the table after a push overwrote the slots in ``pieces``, in this order.
 
-        fill: number of filled slots after the push. over_columns: log-sum-exp of each row that was filled before the
-        push over the columns of the push; only if there is one piece. row_logits: logits of the b pushed queries and
-        all stored passages, (b, fill, 1 + H). None: compute them.
+        Each piece is in one block.
+
+        fill: number of filled slots after the push. over_columns: log-sum-exp of each row that was
+        filled before the push over the columns of the push; only if there is one piece. row_logits:
+        logits of the b pushed queries and all stored passages, (b, fill, 1 + H). None: compute
+        them.
         """
         for slots in pieces:
             if slots.start % self.width == 0:
@@ -75,7 +94,9 @@ class CachedLogSumExp:
         for slots in pieces:
             count = slots.stop - slots.start
             self._save(self.table[:, slots])
-            self._write_rows(slots, stop, fill, None if row_logits is None else row_logits[row : row + count])
+            self._write_rows(
+                slots, stop, fill, None if row_logits is None else row_logits[row : row + count]
+            )
             row += count
         self._find_old(stop, fill)
 
@@ -124,14 +145,16 @@ class CachedLogSumExp:
     def _write_rows(self, rows: slice, stop: int, fill: int, logits: Tensor | None = None) -> None:
         """Compute all numbers of ``rows``.
 
-        stop: end of the last push. fill: number of filled slots. logits: logits of the rows and all stored passages,
-        (r, fill, 1 + H). None: compute them.
+        stop: end of the last push. fill: number of filled slots. logits: logits of the rows and all
+        stored passages, (r, fill, 1 + H). None: compute them.
         """
         block = (stop - 1) // self.width  # the open block
         count = rows.stop - rows.start
         for part in chunks(count, self.chunk // fill if logits is None else count):
             of_part = slice(rows.start + part.start, rows.start + part.stop)
-            values = self.logits(of_part, slice(0, fill)) if logits is None else logits[part]  # (r, fill, 1 + H)
+            values = (
+                self.logits(of_part, slice(0, fill)) if logits is None else logits[part]
+            )  # (r, fill, 1 + H)
             sums = _sums(values, self.width)  # (blocks with a filled slot, r)
             self.blocks[: len(sums), of_part] = sums
             self.blocks[block, of_part].fill_(-torch.inf)
@@ -156,11 +179,15 @@ class CachedLogSumExp:
         """
         if logits.shape[1]:
             sums = _sums(logits, self.push)  # (groups, r)
-            # old[k] is the sum over the groups k, k + 1 and so on, so the sums are added up from the last group on
+            # old[k] is the sum over the groups k, k + 1 and so on, so the sums are added up from
+            # the last group on
             self.old[1 : 1 + len(sums), rows] = sums.flip(0).logcumsumexp(0).flip(0)
 
     def _find_old(self, stop: int, fill: int) -> None:
-        """Set k for an open block that is overwritten up to ``stop``. If ``stop`` is inside a group, compute old[k]."""
+        """Set k for an open block that is overwritten up to ``stop``.
+
+        If ``stop`` is inside a group, compute old[k].
+        """
         begin = self._begin(stop)
         k, overwritten = divmod(stop - begin, self.push)
         self.groups_overwritten = k

@@ -1,19 +1,22 @@
 """InfoNCE loss with an optional bank of past pairs.
 
-A row is a query, a column is a passage. The loss of a row, with similarities s, temperature t and its own positive s+,
-is
+A row is a query, a column is a passage. The loss of a row, with similarities s, temperature t and
+its own positive s+, is
 
-    -log( exp(s+/t) / (exp(s+/t) + sum over negatives of exp(s/t)) )  =  -log sigmoid( s+/t - logsumexp of negatives s/t )
+    -log( exp(s+/t) / (exp(s+/t) + sum over negatives of exp(s/t)) )  =  -log sigmoid( s+/t -
+    logsumexp of negatives s/t )
 
-The right-hand form subtracts no nearly equal numbers, so float32 gradients stay exact when the loss is small. The rows
-and columns are those of the current micro-batch and those of the bank, so the matrix of similarities has four blocks:
+The right-hand form subtracts no nearly equal numbers, so float32 gradients stay exact when the loss
+is small. The rows and columns are those of the current micro-batch and those of the bank, so the
+matrix of similarities has four blocks:
 
                       current columns       bank columns
     current rows      gradient for both     gradient for rows
     bank rows         gradient for columns  no gradient: the bank caches the log-sum-exp of each row
 
-Therefore the cost of a bank is linear in its size. These are the equations of Kim et al. 2024 (arXiv 2406.12356,
-sections 3.2 and 3.3) for b current pairs and M pairs of the bank, each with H hard negatives:
+Therefore the cost of a bank is linear in its size. These are the equations of Kim et al. 2024
+(arXiv 2406.12356, sections 3.2 and 3.3) for b current pairs and M pairs of the bank, each with H
+hard negatives:
 
     eq. 5, 6    queries (b + M, d) and passages ((b + M)(1 + H), d): the current ones, then those of the bank, which
                 have no gradient
@@ -21,7 +24,8 @@ sections 3.2 and 3.3) for b current pairs and M pairs of the bank, each with H h
     eq. 8       gradient of a current query: a sum over all (b + M)(1 + H) passages
     eq. 9       gradient of a current passage: a sum over all b + M queries
 
-Other sources: van den Oord et al. 2018 (arXiv 1807.03748); Karpukhin et al. 2020 (arXiv 2004.04906), eq. 2.
+Other sources: van den Oord et al. 2018 (arXiv 1807.03748); Karpukhin et al. 2020 (arXiv
+2004.04906), eq. 2.
 """
 
 from collections.abc import Sequence
@@ -40,19 +44,26 @@ from contaccum.methods.similarity import Similarity, full_precision
 
 @dataclass(frozen=True)
 class LossValue:
-    """Loss of one micro-batch or step, with statistics for the log. With Matryoshka, they are of the full vectors."""
+    """Loss of one micro-batch or step, with statistics for the log.
+
+    With Matryoshka, they are of the full vectors.
+    """
 
     contrast: Tensor
-    """InfoNCE loss: the sum over the rows, divided by the number of rows that count. Scalar with gradient."""
+    """InfoNCE loss: the sum over the rows, divided by the number of rows that count. Scalar with
+    gradient."""
     counted_share: float = 1.0
     """Number of rows that count, divided by the number of rows in the sum.
 
-    The ratio is below 1 only if ``bank.row_weight`` is ``current``: then bank rows are in the sum, but do not count.
+    The ratio is below 1 only if ``bank.row_weight`` is ``current``: then bank rows are in the sum,
+    but do not count.
     """
     distilled: Tensor | None = None
-    """Distillation loss (see ``contaccum.methods.objective.Distillation``). Scalar with gradient; None without."""
+    """Distillation loss (see ``contaccum.methods.objective.Distillation``). Scalar with gradient;
+    None without."""
     statistics: dict[str, float | Tensor] = field(default_factory=dict)
-    """Values for log.jsonl, by their names there. Means over the queries of the micro-batch or step."""
+    """Values for log.jsonl, by their names there. Means over the queries of the micro-batch or
+    step."""
     computed: tuple[BankLogits | None, ...] = ()
     """Logits for ``Bank.push``: one element per embedding width, the full width first."""
 
@@ -90,10 +101,10 @@ class LossValue:
 def row_weights(micro_batches: Sequence[MicroBatch], bank: Bank | None = None) -> list[float]:
     """Return the weight of each micro-batch in the mean loss of the step.
 
-    The loss of a micro-batch is a mean over its rows, so its weight is proportional to its number of rows. This number
-    is the number of pairs plus the value of ``bank.weighted_rows`` at the beginning of the step. With these weights,
-    all rows of the step count equally, unless the bank grows during the step. If all micro-batches have the same size,
-    all weights are 1.
+    The loss of a micro-batch is a mean over its rows, so its weight is proportional to its number
+    of rows. This number is the number of pairs plus the value of ``bank.weighted_rows`` at the
+    beginning of the step. With these weights, all rows of the step count equally, unless the bank
+    grows during the step. If all micro-batches have the same size, all weights are 1.
     """
     rows = [len(batch.ids.columns) + (bank.weighted_rows if bank else 0) for batch in micro_batches]
     return [len(rows) * count / sum(rows) for count in rows]
@@ -112,17 +123,20 @@ class InfoNCE:
         """Set the options of the loss: see ``Similarity``."""
         self.similarity = Similarity(temperature, mask_false_negatives, rules, chunk)
 
-    def __call__(self, queries: Tensor, passages: Tensor, ids: RowIds, bank: Bank | None = None) -> LossValue:
+    def __call__(
+        self, queries: Tensor, passages: Tensor, ids: RowIds, bank: Bank | None = None
+    ) -> LossValue:
         """Return the mean loss over the current rows and the bank rows.
 
-        queries: (b, d). passages: (b, 1 + H, d), where the first passage of each query is its positive. ids: passage
-        ids of the b pairs, on the CPU. The b pairs come from all processes, but only those of this process have a
-        gradient. bank: M pairs. Its passages are additional columns. Its queries, if it stores queries, are
-        additional rows.
+        queries: (b, d). passages: (b, 1 + H, d), where the first passage of each query is its
+        positive. ids: passage ids of the b pairs, on the CPU. The b pairs come from all processes,
+        but only those of this process have a gradient. bank: M pairs. Its passages are additional
+        columns. Its queries, if it stores queries, are additional rows.
         """
         b = len(queries)
         with full_precision(queries.device):
-            # Eq. 5 and 6: the queries and passages of the micro-batch, and those of the bank, which have no gradient.
+            # Eq. 5 and 6: the queries and passages of the micro-batch, and those of the bank, which
+            # have no gradient.
             current = self._pairs(queries, passages, ids, bank)
             stored = bank.pairs(slice(0, bank.fill)) if bank is not None and bank.fill else None
 
@@ -134,12 +148,17 @@ class InfoNCE:
             log_likelihood = F.logsigmoid(current.positive_logits - negatives).sum()
             rows_in_sum = rows_that_count = b
 
-            # Eq. 7, bank rows. Their negatives are current columns and, from the cache, bank columns.
+            # Eq. 7, bank rows. Their negatives are current columns and, from the cache, bank
+            # columns.
             computed = None
             if bank is not None and stored is not None and stored.queries is not None:
-                over_current = self.similarity.logsumexp(stored, current).values  # (M, b (1 + H)) -> (M,)
+                over_current = self.similarity.logsumexp(
+                    stored, current
+                ).values  # (M, b (1 + H)) -> (M,)
                 negatives = torch.stack([over_current, bank.logsumexp()]).logsumexp(0)  # (M,)
-                log_likelihood = log_likelihood + F.logsigmoid(stored.positive_logits - negatives).sum()
+                log_likelihood = (
+                    log_likelihood + F.logsigmoid(stored.positive_logits - negatives).sum()
+                )
                 rows_in_sum += bank.fill
                 rows_that_count += bank.weighted_rows
                 with_current, with_stored = blocks[0].logits, blocks[1].logits
@@ -152,18 +171,21 @@ class InfoNCE:
                         stored=with_stored,
                     )
 
-            # The mean over the rows. Its backward pass computes eq. 8 through the two blocks of the current rows, and
-            # eq. 9 through the two blocks of the current columns.
+            # The mean over the rows. Its backward pass computes eq. 8 through the two blocks of the
+            # current rows, and eq. 9 through the two blocks of the current columns.
             contrast = -log_likelihood / rows_that_count
 
         statistics: dict[str, float | Tensor] = {
             "negatives": sum(block.negatives for block in blocks) / b,
-            "masked": sum(block.positives for block in blocks) / b - 1,  # without the own positive of each query
+            "masked": sum(block.positives for block in blocks) / b
+            - 1,  # without the own positive of each query
             "weight_per_row": 1 / rows_that_count,
         }
         if self.similarity.rules.margin is not None:
             statistics["filtered"] = sum(block.filtered for block in blocks) / b
-        return LossValue(contrast, rows_that_count / rows_in_sum, statistics=statistics, computed=(computed,))
+        return LossValue(
+            contrast, rows_that_count / rows_in_sum, statistics=statistics, computed=(computed,)
+        )
 
     def _pairs(self, queries: Tensor, passages: Tensor, ids: RowIds, bank: Bank | None) -> Pairs:
         """Return the micro-batch as pairs."""

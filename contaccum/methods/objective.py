@@ -16,7 +16,10 @@ from contaccum.methods.similarity import Similarity, full_precision
 
 @dataclass(frozen=True)
 class Matryoshka:
-    """Settings of the additional losses on truncated embeddings (Kusupati et al. 2022, arXiv 2205.13147, eq. 1)."""
+    """Settings of the additional losses on truncated embeddings (Kusupati et al.
+
+    2022, arXiv 2205.13147, eq. 1).
+    """
 
     widths: tuple[int, ...] = ()
     """Widths of the truncated embeddings. Each width is smaller than the full width d."""
@@ -26,7 +29,10 @@ class Matryoshka:
     """Whether truncated embeddings are scaled to length 1."""
 
     def truncate(self, vectors: Tensor, width: int) -> Tensor:
-        """Return the first ``width`` dimensions of ``vectors`` (..., d). The result is (..., width)."""
+        """Return the first ``width`` dimensions of ``vectors`` (..., d).
+
+        The result is (..., width).
+        """
         part = vectors[..., :width]
         return F.normalize(part, dim=-1) if self.unit else part
 
@@ -35,50 +41,66 @@ FULL_WIDTH = Matryoshka()
 
 
 class Distillation:
-    """Distillation loss. It compares the scores of a student and a teacher for the passages of each query.
+    """Distillation loss.
 
-    The student is the trained model. s(p) is the student's similarity of passage p, divided by the student's temperature.
-    t(p) is the teacher's score of passage p, divided by the teacher's temperature. s+ and t+ are the values for the positive.
-    Passages without a teacher score do not count. ``kind`` selects the loss of a query:
+    It compares the scores of a student and a teacher for the passages of each query.
+
+    The student is the trained model. s(p) is the student's similarity of passage p, divided by the
+    student's temperature. t(p) is the teacher's score of passage p, divided by the teacher's
+    temperature. s+ and t+ are the values for the positive. Passages without a teacher score do not
+    count. ``kind`` selects the loss of a query:
 
         kl       sum over p of softmax(t)(p) * (log softmax(t)(p) - log softmax(s)(p))
         margin   mean over hard negatives p of ((s+ - s(p)) - (t+ - t(p)))^2
 
-    The result is the mean over the queries.
-    Sources of kl: Hinton et al. 2015 (arXiv 1503.02531); for the passages of a query, Ren et al. 2021 (arXiv 2110.07367), eq. 2.
-    Source of margin: Hofstaetter et al. 2020 (arXiv 2010.02666), eq. 1.
+    The result is the mean over the queries. Sources of kl: Hinton et al. 2015 (arXiv 1503.02531);
+    for the passages of a query, Ren et al. 2021 (arXiv 2110.07367), eq. 2. Source of margin:
+    Hofstaetter et al. 2020 (arXiv 2010.02666), eq. 1.
     """
 
     def __init__(
-        self, kind: Literal["kl", "margin"], temperature: float, teacher_temperature: float = 1.0, weight: float = 1.0
+        self,
+        kind: Literal["kl", "margin"],
+        temperature: float,
+        teacher_temperature: float = 1.0,
+        weight: float = 1.0,
     ) -> None:
         """Set the options of the loss.
 
-        temperature: number that divides the student's similarities. teacher_temperature: number that divides the teacher's
-        scores. weight: number that multiplies the loss.
+        temperature: number that divides the student's similarities. teacher_temperature: number
+        that divides the teacher's scores. weight: number that multiplies the loss.
         """
         self.row_losses = {"kl": _divergence, "margin": _margins}[kind]
-        self.temperature, self.teacher_temperature, self.weight = temperature, teacher_temperature, weight
+        self.temperature, self.teacher_temperature, self.weight = (
+            temperature,
+            teacher_temperature,
+            weight,
+        )
 
     def __call__(self, queries: Tensor, passages: Tensor, teacher: Tensor) -> Tensor:
         """Return the weighted loss, a scalar.
 
-        queries: (b, d). passages: (b, 1 + H, d), where the first passage of each query is its positive. teacher: the teacher's
-        scores (b, 1 + H), float32 on any device, NaN for a missing score. If a query has no score for its positive, or no
-        score for any negative, its loss is 0.
+        queries: (b, d). passages: (b, 1 + H, d), where the first passage of each query is its
+        positive. teacher: the teacher's scores (b, 1 + H), float32 on any device, NaN for a missing
+        score. If a query has no score for its positive, or no score for any negative, its loss is
+        0.
         """
         with full_precision(queries.device):
             student = torch.einsum("bd,bpd->bp", queries, passages) / self.temperature  # (b, 1 + H)
             scored = ~teacher.isnan()
             scored &= scored[:, :1] & scored[:, 1:].any(1, keepdim=True)
             scores = (teacher / self.teacher_temperature).nan_to_num()
-            scored, scores = (each.to(student.device, non_blocking=True) for each in (scored, scores))
+            scored, scores = (
+                each.to(student.device, non_blocking=True) for each in (scored, scores)
+            )
             return self.weight * self.row_losses(student, scores, scored).sum() / len(queries)
 
 
 def _divergence(student: Tensor, teacher: Tensor, scored: Tensor) -> Tensor:
     """Return for each query the Kullback-Leibler divergence KL(teacher || student) over the scored passages, (b,)."""
-    lowest = torch.finfo(student.dtype).min  # not minus infinity, because a row without scores would give NaN
+    lowest = torch.finfo(
+        student.dtype
+    ).min  # not minus infinity, because a row without scores would give NaN
     target = teacher.masked_fill(~scored, lowest).log_softmax(1)
     found = student.masked_fill(~scored, lowest).log_softmax(1)
     return (target.exp() * (target - found)).masked_fill(~scored, 0).sum(1)
@@ -92,18 +114,31 @@ def _margins(student: Tensor, teacher: Tensor, scored: Tensor) -> Tensor:
 
 
 class Objective:
-    """Training loss: InfoNCE loss plus distillation loss. With Matryoshka, a weighted sum over all embedding widths."""
+    """Training loss: InfoNCE loss plus distillation loss.
+
+    With Matryoshka, a weighted sum over all embedding widths.
+    """
 
     def __init__(
-        self, info_nce: InfoNCE, matryoshka: Matryoshka = FULL_WIDTH, distillation: Distillation | None = None
+        self,
+        info_nce: InfoNCE,
+        matryoshka: Matryoshka = FULL_WIDTH,
+        distillation: Distillation | None = None,
     ) -> None:
         self.info_nce, self.matryoshka, self.distillation = info_nce, matryoshka, distillation
         self.similarity = info_nce.similarity
 
-    def __call__(self, queries: Tensor, passages: Tensor, ids: RowIds, bank: Bank | None = None) -> LossValue:
-        """Return the loss. Arguments: see InfoNCE. With Matryoshka, a bank must be a MatryoshkaBank of equal widths."""
+    def __call__(
+        self, queries: Tensor, passages: Tensor, ids: RowIds, bank: Bank | None = None
+    ) -> LossValue:
+        """Return the loss.
+
+        Arguments: see InfoNCE. With Matryoshka, a bank must be a MatryoshkaBank of equal widths.
+        """
         value = self._at_one_width(queries, passages, ids, bank)
-        for index, (width, weight) in enumerate(zip(self.matryoshka.widths, self.matryoshka.weights, strict=True)):
+        for index, (width, weight) in enumerate(
+            zip(self.matryoshka.widths, self.matryoshka.weights, strict=True)
+        ):
             truncated = self._at_one_width(
                 self.matryoshka.truncate(queries, width),
                 self.matryoshka.truncate(passages, width),
@@ -121,7 +156,9 @@ class Objective:
             )
         return value
 
-    def _at_one_width(self, queries: Tensor, passages: Tensor, ids: RowIds, bank: Bank | None) -> LossValue:
+    def _at_one_width(
+        self, queries: Tensor, passages: Tensor, ids: RowIds, bank: Bank | None
+    ) -> LossValue:
         value = self.info_nce(queries, passages, ids, bank)
         if self.distillation is None:
             return value
@@ -134,7 +171,10 @@ Loss = InfoNCE | Objective
 
 
 class StepEngine(Protocol):
-    """Attributes and functions of ``contaccum.runtime.engine.Engine`` that training methods use. For docstrings, see Engine."""
+    """Attributes and functions of ``contaccum.runtime.engine.Engine`` that training methods use.
+
+    For docstrings, see Engine.
+    """
 
     no_grad_group_size: int
     replay_share: float
@@ -169,11 +209,16 @@ class MatryoshkaBank(Bank):
         super().__init__(size, dim, similarity, options, push=push, device=device)
         self.matryoshka = matryoshka
         self.truncated = tuple(
-            Bank(size, width, similarity, options, push=push, device=device) for width in matryoshka.widths
+            Bank(size, width, similarity, options, push=push, device=device)
+            for width in matryoshka.widths
         )
 
     def push(
-        self, queries: Tensor, passages: Tensor, ids: RowIds, computed: tuple[BankLogits | None, ...] = ()
+        self,
+        queries: Tensor,
+        passages: Tensor,
+        ids: RowIds,
+        computed: tuple[BankLogits | None, ...] = (),
     ) -> None:
         super().push(queries, passages, ids, computed)
         for index, bank in enumerate(self.truncated, 1):
@@ -205,10 +250,14 @@ class MatryoshkaBank(Bank):
         return tensors, numbers
 
     def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        super().load_state({name: tensor for name, tensor in tensors.items() if "/" not in name}, numbers)
+        super().load_state(
+            {name: tensor for name, tensor in tensors.items() if "/" not in name}, numbers
+        )
         for bank in self.truncated:
             prefix = f"{bank.dim}/"
             bank_tensors = {
-                name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)
+                name.removeprefix(prefix): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
             }
             bank.load_state(bank_tensors, numbers.get(str(bank.dim), {}))

@@ -1,8 +1,9 @@
 """Training pairs, and which of their (query, passage) combinations are positives.
 
-The loss compares every query with every passage of two sets of pairs: the current micro-batch and the bank. Both
-have the type ``Pairs``, so one function computes the logits of all four blocks of the matrix (current or stored
-queries, current or stored passages). Ids are always on the CPU, and nothing here waits for the device.
+The loss compares every query with every passage of two sets of pairs: the current micro-batch and
+the bank. Both have the type ``Pairs``, so one function computes the logits of all four blocks of
+the matrix (current or stored queries, current or stored passages). Ids are always on the CPU, and
+nothing here waits for the device.
 """
 
 from dataclasses import dataclass, replace
@@ -30,11 +31,15 @@ class IdIndex:
                     self._entries.setdefault(passage, []).append(entry)
 
     def remove(self, first: int, ids: Tensor) -> None:
-        """Remove n entries. ``first`` and ``ids`` must be those with which the entries were added."""
+        """Remove n entries.
+
+        ``first`` and ``ids`` must be those with which the entries were added.
+        """
         for entry, ids_of_entry in enumerate(ids.tolist(), first):
             for passage in set(ids_of_entry):
                 if passage >= 0:
-                    # fast, because the bank removes the oldest entry first, which is at the front of the list
+                    # fast, because the bank removes the oldest entry first, which is at the front
+                    # of the list
                     self._entries[passage].remove(entry)
                     if not self._entries[passage]:
                         del self._entries[passage]
@@ -52,7 +57,10 @@ class IdIndex:
 
 @dataclass(frozen=True)
 class Pairs:
-    """n training pairs: queries, each with its positive and H hard negatives. A micro-batch, or slots of the bank."""
+    """n training pairs: queries, each with its positive and H hard negatives.
+
+    A micro-batch, or slots of the bank.
+    """
 
     queries: Tensor | None
     """Embeddings of the queries, (n, d). None in a bank that stores only passages."""
@@ -63,14 +71,16 @@ class Pairs:
     ids: RowIds
     """Passage ids of the n pairs, on the CPU."""
     first: int
-    """Number of the first pair; the others follow. A pair of the bank has the number of its slot. Current pairs have
-    negative numbers, so they never equal a pair of the bank."""
+    """Number of the first pair; the others follow. A pair of the bank has the number of its slot.
+    Current pairs have negative numbers, so they never equal a pair of the bank."""
     columns_by_id: IdIndex
-    """Index of the passages. Entry ``(1 + H) * pair + i`` is passage i of a pair. Empty without masking."""
+    """Index of the passages. Entry ``(1 + H) * pair + i`` is passage i of a pair. Empty without
+    masking."""
     rows_by_id: IdIndex | None = None
     """Index of the known positives of each query. None for current pairs."""
     ages: Tensor | None = None
-    """Number of optimizer steps since each pair was encoded, (n,) int64. None for current pairs, whose age is 0."""
+    """Number of optimizer steps since each pair was encoded, (n,) int64. None for current pairs,
+    whose age is 0."""
     age_decay: float = 0.0
     """What a logit loses for each step between the ages of its query and its passage."""
 
@@ -105,8 +115,8 @@ def same_pairs(rows: Pairs, columns: Pairs) -> list[tuple[int, int]]:
 def steps_between(rows: Pairs, columns: Pairs) -> Tensor | None:
     """Return the difference between the ages of each pair of ``rows`` and each pair of ``columns``, int64.
 
-    The shape is (r, pairs). It is (r, 1) or (pairs,) if all pairs of one side are current. None if all pairs are
-    current.
+    The shape is (r, pairs). It is (r, 1) or (pairs,) if all pairs of one side are current. None if
+    all pairs are current.
     """
     if rows.ages is None:
         return columns.ages

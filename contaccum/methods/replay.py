@@ -1,11 +1,12 @@
 """Partial replay: the second pass of GradCache encodes only a random sample of the texts.
 
-A text with a large gradient is more likely to be in the sample. Text i has the cached gradient g_i and is kept with probability
-pi_i = min(1, c |g_i|). The number c is chosen so that the sum of all pi_i is share * n, where share is ``replay.share`` and n is
-the number of texts. The gradient of a kept text is multiplied by 1 / pi_i, so that the expected gradient is the gradient of
-GradCache. The sampling adds a variance: the sum of |g_i|^2 (1 / pi_i - 1). These probabilities have the smallest added variance.
-``missing_gradient`` lowers it further, for a small bias.
-Sources: Horvitz and Thompson 1952 (weights 1 / pi); Madow 1949 (systematic sampling).
+A text with a large gradient is more likely to be in the sample. Text i has the cached gradient g_i
+and is kept with probability pi_i = min(1, c |g_i|). The number c is chosen so that the sum of all
+pi_i is share * n, where share is ``replay.share`` and n is the number of texts. The gradient of a
+kept text is multiplied by 1 / pi_i, so that the expected gradient is the gradient of GradCache. The
+sampling adds a variance: the sum of |g_i|^2 (1 / pi_i - 1). These probabilities have the smallest
+added variance. ``missing_gradient`` lowers it further, for a small bias. Sources: Horvitz and
+Thompson 1952 (weights 1 / pi); Madow 1949 (systematic sampling).
 """
 
 import torch
@@ -15,20 +16,28 @@ from contaccum.batch import MicroBatch, token_batches
 from contaccum.methods.objective import StepEngine
 
 Cache = list[tuple[Tensor, Tensor]]
-"""For each micro-batch: the gradients with respect to the embeddings of queries (b, d) and passages (b, 1 + H, d)."""
+"""For each micro-batch: the gradients with respect to the embeddings of queries (b, d) and passages
+(b, 1 + H, d)."""
 HUGE = 1e300
-"""Value that replaces a NaN or infinite gradient norm. With it, replay keeps the text, so the training loop finds the error."""
+"""Value that replaces a NaN or infinite gradient norm. With it, replay keeps the text, so the
+training loop finds the error."""
 
 
-def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Cache) -> tuple[float, float]:
+def replay_sample(
+    engine: StepEngine, micro_batches: list[MicroBatch], cache: Cache
+) -> tuple[float, float]:
     """Make the second pass: encode a sample of the texts again, and backpropagate their weighted cached gradients.
 
-    Returns the ratio of encoded texts to all texts, and the relative variance: the variance that the sampling added, divided by
-    the sum of the squared gradient norms.
+    Returns the ratio of encoded texts to all texts, and the relative variance: the variance that
+    the sampling added, divided by the sum of the squared gradient norms.
     """
     step = engine.join(micro_batches)
-    # the number of tokens of the largest micro-batch, so that the graph needs no more memory than in other methods
-    budget = max(batch.queries.input_ids.numel() + batch.passages.input_ids.numel() for batch in micro_batches)
+    # the number of tokens of the largest micro-batch, so that the graph needs no more memory than
+    # in other methods
+    budget = max(
+        batch.queries.input_ids.numel() + batch.passages.input_ids.numel()
+        for batch in micro_batches
+    )
     kept_texts, all_texts, noise, signal = 0, 0, 0.0, 0.0
     for side, texts in enumerate((step.queries, step.passages)):
         # one tensor per micro-batch, with the texts of all processes
@@ -37,13 +46,17 @@ def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Ca
         weights, added, total = sample_texts(gradients, engine.replay_share, engine.uniform(side))
         missing = missing_gradient(gradients, weights)
         own_gradients = torch.cat([engine.own_rows(part) for part in parts])
-        own_weights = torch.cat([engine.own_rows(part) for part in weights.split([len(part) for part in parts])])
+        own_weights = torch.cat(
+            [engine.own_rows(part) for part in weights.split([len(part) for part in parts])]
+        )
         kept = own_weights.nonzero().flatten()
         batches = token_batches(texts.attention_mask.sum(1)[kept].tolist(), budget)
         for index, chosen in enumerate(engine.equalized(map(torch.tensor, batches))):
             rows = kept[chosen]
             embeddings = engine.encode_texts(side, texts.select(rows), index)  # (n, d)
-            weighted = own_gradients[rows.to(own_gradients.device)] * own_weights[rows].to(own_gradients).unsqueeze(1)
+            weighted = own_gradients[rows.to(own_gradients.device)] * own_weights[rows].to(
+                own_gradients
+            ).unsqueeze(1)
             engine.backward((embeddings * (weighted + missing)).sum())
         kept_texts, all_texts = kept_texts + int(weights.count_nonzero()), all_texts + len(weights)
         noise, signal = noise + added, signal + total
@@ -53,9 +66,9 @@ def replay_sample(engine: StepEngine, micro_batches: list[MicroBatch], cache: Ca
 def sample_texts(gradients: Tensor, share: float, offset: float) -> tuple[Tensor, float, float]:
     """Sample about share * n of n texts. A text with a larger gradient is more likely to be kept.
 
-    gradients: (n, d). offset: random number in [0, 1). Returns (weights, noise, signal). weights: (n,) on the CPU, 1 / p for a
-    text that was kept with probability p, 0 for the other texts. noise: variance that the sampling adds (see the module
-    docstring). signal: sum of |g_i|^2.
+    gradients: (n, d). offset: random number in [0, 1). Returns (weights, noise, signal). weights:
+    (n,) on the CPU, 1 / p for a text that was kept with probability p, 0 for the other texts.
+    noise: variance that the sampling adds (see the module docstring). signal: sum of |g_i|^2.
     """
     norms = gradients.float().norm(dim=1).cpu().double()  # (n,); this copy waits for the device
     probabilities = keep_probabilities(norms, share * len(norms))
@@ -70,11 +83,12 @@ def sample_texts(gradients: Tensor, share: float, offset: float) -> tuple[Tensor
 def missing_gradient(gradients: Tensor, weights: Tensor) -> Tensor:
     """Return a correction (d,) to add to the weighted gradient of each text that replay keeps.
 
-    gradients: of all n texts, (n, d). weights: 1 / probability for a kept text, 0 for the others, (n,). With the correction, the
-    weighted gradients of the kept texts have the same sum as the gradients of all texts. For example, in the query-to-passage
-    loss without a bank, the gradients of all passages sum to 0. Without the correction, the weighted gradients of the kept
-    passages would have another sum, and this sum would move all passage embeddings in one direction. The correction has a bias of
-    order 1 / (number of kept texts).
+    gradients: of all n texts, (n, d). weights: 1 / probability for a kept text, 0 for the others,
+    (n,). With the correction, the weighted gradients of the kept texts have the same sum as the
+    gradients of all texts. For example, in the query-to-passage loss without a bank, the gradients
+    of all passages sum to 0. Without the correction, the weighted gradients of the kept passages
+    would have another sum, and this sum would move all passage embeddings in one direction. The
+    correction has a bias of order 1 / (number of kept texts).
     """
     weights = weights.to(gradients)
     return (gradients.sum(0) - weights @ gradients) / (weights > 0).sum().clamp(min=1)
@@ -83,9 +97,9 @@ def missing_gradient(gradients: Tensor, weights: Tensor) -> Tensor:
 def keep_probabilities(norms: Tensor, expected: float) -> Tensor:
     """Return the probability of keeping each text: min(1, c * norm), (n,) float64.
 
-    The number c is chosen so that the sum of the probabilities is ``expected``. An ``expected`` below 1 counts as 1. If fewer
-    than ``expected`` texts have a gradient norm above 0, these texts get probability 1, and all texts with norm 0 get the same
-    probability.
+    The number c is chosen so that the sum of the probabilities is ``expected``. An ``expected``
+    below 1 counts as 1. If fewer than ``expected`` texts have a gradient norm above 0, these texts
+    get probability 1, and all texts with norm 0 get the same probability.
     """
     norms = norms.double().nan_to_num(nan=HUGE, posinf=HUGE)
     expected = min(max(expected, 1.0), float(len(norms)))
@@ -104,18 +118,27 @@ def keep_probabilities(norms: Tensor, expected: float) -> Tensor:
 
 
 def systematic_sample(probabilities: Tensor, offset: float) -> Tensor:
-    """Keep text i with probability ``probabilities[i]``. Return the indices of the kept texts in ascending order.
+    """Keep text i with probability ``probabilities[i]``.
 
-    Each text has an interval whose length is its probability. The intervals follow each other on a line that starts at 0. A
-    text is kept if its interval contains one of the points offset, offset + 1, offset + 2 and so on. The number of kept texts is
-    therefore the sum of the probabilities, rounded up or down.
+    Return the indices of the kept texts in ascending order.
+
+    Each text has an interval whose length is its probability. The intervals follow each other on a
+    line that starts at 0. A text is kept if its interval contains one of the points offset, offset
+    + 1, offset + 2 and so on. The number of kept texts is therefore the sum of the probabilities,
+    rounded up or down.
     """
-    is_certain = probabilities > 1 - 1e-9  # kept in any case, because rounding could move the point out of the interval
+    is_certain = (
+        probabilities > 1 - 1e-9
+    )  # kept in any case, because rounding could move the point out of the interval
     certain = is_certain.nonzero().flatten()
     # without probability 0: rounding could move the last point beyond the last interval
     uncertain = (~is_certain & (probabilities > 0)).nonzero().flatten()
     ends = probabilities[uncertain].cumsum(0)
     total = round(float(ends[-1]), 6) if len(ends) else 0.0
-    points = torch.arange(offset, total, 1.0, dtype=torch.float64) if offset < total else ends.new_zeros(0)
+    points = (
+        torch.arange(offset, total, 1.0, dtype=torch.float64)
+        if offset < total
+        else ends.new_zeros(0)
+    )
     chosen = torch.searchsorted(ends, points, right=True).clamp(max=len(ends) - 1)
     return torch.cat([certain, uncertain[chosen]]).sort().values

@@ -1,9 +1,11 @@
-"""Rules that remove negatives, in addition to the known positives. Each rule is a boolean matrix (queries, passages).
+"""Rules that remove negatives, in addition to the known positives.
 
-Similarity rule: let s+ be the score of a query and its own positive. A passage with a score above s+ - margin is no
-negative. With a relative margin, the bound is s+ - margin |s+|. The score of two stored vectors never changes, so the
-cached log-sum-exps of the bank stay valid.
-Source: Solatorio 2024 (GISTEmbed, arXiv 2402.16829), here with a margin.
+Each rule is a boolean matrix (queries, passages).
+
+Similarity rule: let s+ be the score of a query and its own positive. A passage with a score above
+s+ - margin is no negative. With a relative margin, the bound is s+ - margin |s+|. The score of two
+stored vectors never changes, so the cached log-sum-exps of the bank stay valid. Source: Solatorio
+2024 (GISTEmbed, arXiv 2402.16829), here with a margin.
 """
 
 from dataclasses import dataclass
@@ -16,12 +18,16 @@ from contaccum.batch import MISSING
 from contaccum.methods.pairs import Pairs, same_pairs
 
 CHUNK = 4096  # number of guide vectors to read at once
-# relative difference below which scores count as equal, because products of equal vectors are rounded differently
+# relative difference below which scores count as equal, because products of equal vectors are
+# rounded differently
 TOLERANCE = 1e-5
 
 
 class Vectors(Protocol):
-    """Vectors of n texts. A call with k row numbers, (k,) int64 on the CPU, returns their vectors, (k, d) on the CPU."""
+    """Vectors of n texts.
+
+    A call with k row numbers, (k,) int64 on the CPU, returns their vectors, (k, d) on the CPU.
+    """
 
     name: str
 
@@ -38,7 +44,8 @@ class Guide(NamedTuple):
         """Return the scores of all queries and passages, (r, c), and of each query and its positive, (r,)."""
 
         def read(source: Vectors, numbers: Tensor) -> Tensor:
-            # a missing passage has no vector; another rule removes it, so the vector of passage 0 can stand for it
+            # a missing passage has no vector; another rule removes it, so the vector of passage 0
+            # can stand for it
             numbers = numbers.clamp(min=0)
             return torch.cat([source(part).to(device).float() for part in numbers.split(CHUNK)])
 
@@ -56,7 +63,8 @@ class PairRules:
     missing: bool = False
     """Whether columns can be empty, that is, have the id MISSING."""
     separate: Tensor | None = None
-    """For each training query, whether it has only its own hard negatives: (n,) bool on the CPU. None: no query."""
+    """For each training query, whether it has only its own hard negatives: (n,) bool on the CPU.
+    None: no query."""
     margin: float | None = None
     """Margin of the similarity rule. None: no similarity rule."""
     relative: bool = False
@@ -64,7 +72,8 @@ class PairRules:
     guide: Guide | None = None
     """Source of the scores in the similarity rule. None: the similarities of the trained model."""
     key: str = ""
-    """Text with the values of all fields except ``missing``. Cached log-sum-exps are valid only for the same key."""
+    """Text with the values of all fields except ``missing``. Cached log-sum-exps are valid only for
+    the same key."""
 
     def __bool__(self) -> bool:
         return self.missing or self.separate is not None or self.margin is not None
@@ -97,7 +106,9 @@ class PairRules:
         return too_similar(scores, positive_scores, self.margin, self.relative)
 
 
-def too_similar(scores: Tensor, positive_scores: Tensor, margin: float, relative: bool, unit: float = 1.0) -> Tensor:
+def too_similar(
+    scores: Tensor, positive_scores: Tensor, margin: float, relative: bool, unit: float = 1.0
+) -> Tensor:
     """Return whether each score (r, c) is above the score of the row's positive (r,) less the margin: bool (r, c).
 
     unit: score of two equal vectors of length 1.

@@ -12,18 +12,28 @@ from torch.utils.checkpoint import checkpoint
 from contaccum.methods.pairs import Pairs, as_index, positive_columns, steps_between
 from contaccum.methods.rules import NO_RULES, PairRules
 
-CPU_CHUNK = 1 << 21  # number of logits to compute at once on a CPU, where small matrices stay in the cache; 8 MiB
-CHUNK = 1 << 24  # number of logits to compute at once on other devices, where large operations are faster; 64 MiB
+CPU_CHUNK = (
+    1 << 21
+)  # number of logits to compute at once on a CPU, where small matrices stay in the cache; 8 MiB
+CHUNK = (
+    1 << 24
+)  # number of logits to compute at once on other devices, where large operations are faster; 64 MiB
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which autocast is disabled. On a device without autocast, the context does nothing."""
+    """Return a context in which autocast is disabled.
+
+    On a device without autocast, the context does nothing.
+    """
     available = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if available else contextlib.nullcontext()
 
 
 def chunks(count: int, height: int) -> Iterator[slice]:
-    """Divide ``count`` rows into slices of ``height`` rows, at least 1. The last slice may be shorter."""
+    """Divide ``count`` rows into slices of ``height`` rows, at least 1.
+
+    The last slice may be shorter.
+    """
     height = max(1, height)
     for start in range(0, count, height):
         yield slice(start, min(start + height, count))
@@ -32,8 +42,8 @@ def chunks(count: int, height: int) -> Iterator[slice]:
 def masked(dtype: torch.dtype) -> float:
     """Return the logit of a query and a passage that is no negative: the lowest finite number.
 
-    Its exponential is 0, as that of minus infinity. But if a query had only logits of minus infinity, the gradient of
-    its log-sum-exp would be NaN.
+    Its exponential is 0, as that of minus infinity. But if a query had only logits of minus
+    infinity, the gradient of its log-sum-exp would be NaN.
     """
     return torch.finfo(dtype).min
 
@@ -42,13 +52,16 @@ class Logits(NamedTuple):
     """Logits of r queries and c passages, and how many of them are negatives."""
 
     values: Tensor
-    """Logits, (r, c). Where the passage is no negative of the query, the logit is ``masked(dtype)``."""
+    """Logits, (r, c). Where the passage is no negative of the query, the logit is
+    ``masked(dtype)``."""
     positives: int
-    """Number of (query, passage) that are positives: the query's own, and its other known positives."""
+    """Number of (query, passage) that are positives: the query's own, and its other known
+    positives."""
     negatives: Tensor | int
     """Number of (query, passage) that are negatives. A scalar on the device if there are rules."""
     filtered: Tensor | int = 0
-    """Number of (query, passage) that only the similarity rule removes. A scalar on the device if there is one."""
+    """Number of (query, passage) that only the similarity rule removes. A scalar on the device if
+    there is one."""
 
 
 class LogSumExp(NamedTuple):
@@ -87,18 +100,22 @@ class Similarity:
     def logits(self, rows: Pairs, columns: Pairs) -> Logits:
         """Return the logits of the queries of ``rows`` and the passages of ``columns``.
 
-        A logit is similarity / temperature - age penalty. It is ``masked(dtype)`` where the passage is no negative of
-        the query: it is the query's own positive or another known positive, or a rule removes it.
+        A logit is similarity / temperature - age penalty. It is ``masked(dtype)`` where the passage
+        is no negative of the query: it is the query's own positive or another known positive, or a
+        rule removes it.
         """
         assert rows.queries is not None
         queries, passages = rows.queries, columns.passages.flatten(0, 1)  # (r, d), (c, d)
-        # addmm multiplies and scales in one operation. On a CPU it is faster if the longer matrix comes first.
+        # addmm multiplies and scales in one operation. On a CPU it is faster if the longer matrix
+        # comes first.
         passages_first = len(queries) < len(passages)
         left, right = (passages, queries) if passages_first else (queries, passages)
         scale = 1 / self.temperature
-        product = torch.addmm(queries.new_empty(()), left, right.T, beta=0, alpha=scale)  # (c, r) or (r, c)
-        # Autograd need not see the rest: subtracting a constant does not change a gradient, and the gradient of a
-        # log-sum-exp is zero for masked logits.
+        product = torch.addmm(
+            queries.new_empty(()), left, right.T, beta=0, alpha=scale
+        )  # (c, r) or (r, c)
+        # Autograd need not see the rest: subtracting a constant does not change a gradient, and the
+        # gradient of a log-sum-exp is zero for masked logits.
         with torch.no_grad():
             logits = product.T if passages_first else product  # (r, c)
             mask = masked(logits.dtype)
@@ -108,7 +125,9 @@ class Similarity:
             negatives: Tensor | int = logits.numel() - len(positives)
             filtered: Tensor | int = 0
             if self.rules:
-                removed = self.rules.removed_by_id(rows, columns).to(logits.device, non_blocking=True)
+                removed = self.rules.removed_by_id(rows, columns).to(
+                    logits.device, non_blocking=True
+                )
                 if self.rules.margin is not None:
                     similar = self.rules.removed_by_score(logits, rows, columns, scale)
                     filtered = (similar & ~removed & (logits > mask)).sum()
@@ -124,8 +143,8 @@ class Similarity:
     def logsumexp(self, rows: Pairs, columns: Pairs) -> LogSumExp:
         """Return the log-sum-exp of each query of ``rows`` over its negatives in ``columns``.
 
-        A large matrix is computed in chunks of its longer side. The backward pass computes each chunk again, so that
-        only one chunk is in memory at a time.
+        A large matrix is computed in chunks of its longer side. The backward pass computes each
+        chunk again, so that only one chunk is in memory at a time.
         """
 
         def of_chunk(rows: Pairs, columns: Pairs) -> Logits:
@@ -140,11 +159,19 @@ class Similarity:
         parts: list[Logits] = []
         if len(rows) >= len(columns):
             for part in chunks(len(rows), chunk // (len(columns) * per_pair)):
-                parts.append(checkpoint(of_chunk, rows[part], columns, use_reentrant=False, preserve_rng_state=False))
+                parts.append(
+                    checkpoint(
+                        of_chunk, rows[part], columns, use_reentrant=False, preserve_rng_state=False
+                    )
+                )
             values = torch.cat([part.values for part in parts])  # (r,)
         else:
             for part in chunks(len(columns), chunk // (len(rows) * per_pair)):
-                parts.append(checkpoint(of_chunk, rows, columns[part], use_reentrant=False, preserve_rng_state=False))
+                parts.append(
+                    checkpoint(
+                        of_chunk, rows, columns[part], use_reentrant=False, preserve_rng_state=False
+                    )
+                )
             values = torch.stack([part.values for part in parts]).logsumexp(0)  # (r,)
         return LogSumExp(
             values,

@@ -1,6 +1,9 @@
-"""Encode texts into vectors, in memory or as shards on disk. The shards of a training set are in the cache folder.
+"""Encode texts into vectors, in memory or as shards on disk.
 
-Several processes can encode the shards of one folder together. A restart encodes only the missing shards.
+The shards of a training set are in the cache folder.
+
+Several processes can encode the shards of one folder together. A restart encodes only the missing
+shards.
 """
 
 import hashlib
@@ -47,9 +50,13 @@ from contaccum.runtime.processes import ALONE, Processes, joined
 if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
 
-CHUNK = 16_384  # number of texts in one call of the encoder; a multiple of the texts that it sorts by length together
+# number of texts in one call of the encoder; a multiple of the texts that it sorts by length
+# together
+CHUNK = 16_384
 SAMPLE = 32  # number of texts that are encoded to estimate the time for all texts
-ESTIMATE_FROM = 50 * SAMPLE  # minimum number of texts for an estimate, so that the sample takes at most 2 % of the time
+ESTIMATE_FROM = (
+    50 * SAMPLE
+)  # minimum number of texts for an estimate, so that the sample takes at most 2 % of the time
 ESTIMATE_SECONDS = 60.0  # an estimate is printed only if it is longer than this
 
 
@@ -65,7 +72,10 @@ class Texts:
 
     @classmethod
     def of_corpus(cls, corpus: Dataset) -> "Texts":
-        """Make Texts from a corpus with the columns id, title and text. The title and the text of a passage are joined."""
+        """Make Texts from a corpus with the columns id, title and text.
+
+        The title and the text of a passage are joined.
+        """
 
         def read(start: int, stop: int) -> tuple[list[str], list[str]]:
             rows = corpus[start:stop]
@@ -108,8 +118,8 @@ def encode_shard(
 ) -> Shard:
     """Encode the rows ``start`` to ``stop`` - 1. Return a shard with their ids and float32 vectors.
 
-    bar: progress bar that counts the texts. keep_texts: also put the texts into the shard. Raises InputError with the id of the
-    first text whose vector contains NaN or infinity.
+    bar: progress bar that counts the texts. keep_texts: also put the texts into the shard. Raises
+    InputError with the id of the first text whose vector contains NaN or infinity.
     """
     ids: list[str] = []
     kept: list[str] = []
@@ -141,7 +151,9 @@ def encode_in_memory(
     stop = texts.rows if stop is None else stop
     with encoder.in_lockstep(texts.kind):
         print_estimate(encoder, texts, stop - start, batch_tokens)
-        with tqdm(total=stop - start, desc=f"encode {texts.kind}", unit="text", disable=None, leave=False) as bar:
+        with tqdm(
+            total=stop - start, desc=f"encode {texts.kind}", unit="text", disable=None, leave=False
+        ) as bar:
             return encode_shard(encoder, texts, start, stop, batch_tokens, bar)
 
 
@@ -150,22 +162,33 @@ def passage_vectors(
 ) -> tuple[Shards, int]:
     """Return the vectors of the corpus, from a folder or in memory, and the row number of the first vector.
 
-    If ``settings.embeddings`` names a folder, missing shards are encoded first, and the vectors are read from the folder.
-    Otherwise the corpus is encoded in memory. In both cases, each of W processes gets one of W parts of consecutive rows.
+    If ``settings.embeddings`` names a folder, missing shards are encoded first, and the vectors are
+    read from the folder. Otherwise the corpus is encoded in memory. In both cases, each of W
+    processes gets one of W parts of consecutive rows.
     """
     texts = Texts.of_corpus(corpus)
     if settings.embeddings is None:
         start, stop = (texts.rows * rank // group.world for rank in (group.rank, group.rank + 1))
         return [encode_in_memory(encoder, texts, settings.batch_tokens, start, stop)], start
-    # a folder is used with any shard size and dtype, so a finished job is not compared with the settings
+    # a folder is used with any shard size and dtype, so a finished job is not compared with the
+    # settings
     finished = (Path(settings.embeddings) / MANIFEST).is_file()
     options = {"dtype": settings.dtype, **started_options(settings.embeddings)}
     group.barrier()  # no process may write the manifest before all have looked for it
     if not finished:
-        encode_texts(encoder, texts, settings.embeddings, group, batch_tokens=settings.batch_tokens, **options)
+        encode_texts(
+            encoder,
+            texts,
+            settings.embeddings,
+            group,
+            batch_tokens=settings.batch_tokens,
+            **options,
+        )
         group.barrier()
     fingerprint = encoder.fingerprint(texts.kind)
-    folder = ShardFolder(settings.embeddings, fingerprint, texts.fingerprint, rank=group.rank, world=group.world)
+    folder = ShardFolder(
+        settings.embeddings, fingerprint, texts.fingerprint, rank=group.rank, world=group.world
+    )
     return folder, folder.first_row
 
 
@@ -181,15 +204,18 @@ def encode_texts(
     format: str = "npy",
     text: bool = False,
 ) -> bool:
-    """Encode texts into shards in ``output_dir``. Return True if the shards of all processes are finished, else False.
+    """Encode texts into shards in ``output_dir``.
 
-    group: processes that share the work; each of W processes encodes every W-th shard. format: ``npy`` or ``parquet``. text:
-    whether Parquet files also contain the texts. The process that finishes last writes the manifest. Finished shards are reused.
-    Damaged shards are encoded again with a warning. Each shard is written while the next shard is encoded, so memory holds two
+    Return True if the shards of all processes are finished, else False.
+
+    group: processes that share the work; each of W processes encodes every W-th shard. format:
+    ``npy`` or ``parquet``. text: whether Parquet files also contain the texts. The process that
+    finishes last writes the manifest. Finished shards are reused. Damaged shards are encoded again
+    with a warning. Each shard is written while the next shard is encoded, so memory holds two
     shards.
 
-    Raises InputError if a vector is not finite, or if the folder contains other files or the embeddings of a different job
-    (texts, encoder, dtype, shard size or format).
+    Raises InputError if a vector is not finite, or if the folder contains other files or the
+    embeddings of a different job (texts, encoder, dtype, shard size or format).
     """
     folder = Path(output_dir)
     job = EncodingJob(
@@ -205,7 +231,9 @@ def encode_texts(
     check_folder(folder, job)
     # process 0 holds the lock for all processes of the launch; each process writes different shards
     with folder_lock(folder) if group.is_main else nullcontext():
-        if group.world == 1:  # not with several processes, because another process may already write here
+        if (
+            group.world == 1
+        ):  # not with several processes, because another process may already write here
             sweep(folder)
         missing = []
         for number in range(group.rank, job.count, group.world):
@@ -217,7 +245,10 @@ def encode_texts(
                 missing.append(number)
         rows = sum(stop - start for start, stop in map(job.span, missing))
         print_estimate(encoder, texts, rows, batch_tokens, job.dtype)
-        with tqdm(total=rows, unit="text", disable=None) as bar, ThreadPoolExecutor(1, "write") as writer:
+        with (
+            tqdm(total=rows, unit="text", disable=None) as bar,
+            ThreadPoolExecutor(1, "write") as writer,
+        ):
             written: Future[None] | None = None
             for number in missing:
                 shard = encode_shard(encoder, texts, *job.span(number), batch_tokens, bar, job.text)
@@ -229,7 +260,9 @@ def encode_texts(
         return write_manifest(folder, job)
 
 
-def make_estimate(rows: int, dim: int, dtype: str, sampled: int, seconds: float) -> tuple[float, str]:
+def make_estimate(
+    rows: int, dim: int, dtype: str, sampled: int, seconds: float
+) -> tuple[float, str]:
     """Return the estimated seconds to encode ``rows`` texts, and a sentence with this estimate.
 
     sampled: number of texts in the sample. seconds: time to encode this sample.
@@ -241,17 +274,23 @@ def make_estimate(rows: int, dim: int, dtype: str, sampled: int, seconds: float)
 
 
 def print_estimate(
-    encoder: "DualEncoder", texts: Texts, rows: int, batch_tokens: int | None, dtype: str = "float32"
+    encoder: "DualEncoder",
+    texts: Texts,
+    rows: int,
+    batch_tokens: int | None,
+    dtype: str = "float32",
 ) -> None:
     """Estimate the time to encode ``rows`` texts, and print it to stderr if it is more than a minute.
 
-    The time is measured on a sample of texts. The sample is spread evenly over all texts, because corpora are often sorted. For
-    fewer than ``ESTIMATE_FROM`` texts nothing is estimated. If there are several processes, only process 0 prints.
+    The time is measured on a sample of texts. The sample is spread evenly over all texts, because
+    corpora are often sorted. For fewer than ``ESTIMATE_FROM`` texts nothing is estimated. If there
+    are several processes, only process 0 prints.
     """
     if rows < ESTIMATE_FROM:
         return
     sample = [
-        texts.read(number, number + 1)[1][0] for number in map(int, np.linspace(0, texts.rows - 1, SAMPLE, dtype=int))
+        texts.read(number, number + 1)[1][0]
+        for number in map(int, np.linspace(0, texts.rows - 1, SAMPLE, dtype=int))
     ]
     encode = texts.encode_method(encoder)
     encode(sample[:1], batch_tokens)  # the first call is slower, because it loads libraries
@@ -281,13 +320,18 @@ class StoredVectors:
 
 
 def training_vectors(
-    encoder: "DualEncoder", train_set: TrainSet, kind: str, group: Processes = ALONE, batch_tokens: int | None = None
+    encoder: "DualEncoder",
+    train_set: TrainSet,
+    kind: str,
+    group: Processes = ALONE,
+    batch_tokens: int | None = None,
 ) -> StoredVectors:
     """Return the float16 vectors of the queries or passages of a training set, in the order of the set.
 
-    kind: ``query`` or ``passage``. The vectors are cached under a hash of the texts and the encoder. Shards missing in the
-    cache are encoded first; each of W processes encodes every W-th shard. All processes must call this function. Raises
-    InputError if a vector is not finite in float16.
+    kind: ``query`` or ``passage``. The vectors are cached under a hash of the texts and the
+    encoder. Shards missing in the cache are encoded first; each of W processes encodes every W-th
+    shard. All processes must call this function. Raises InputError if a vector is not finite in
+    float16.
     """
     queries = train_set.queries
 
@@ -295,12 +339,18 @@ def training_vectors(
         rows = queries[start:stop]
         return rows["id"], rows["text"]
 
-    texts = Texts.of_corpus(train_set.passages) if kind == "passage" else Texts(kind, len(queries), read)
+    texts = (
+        Texts.of_corpus(train_set.passages)
+        if kind == "passage"
+        else Texts(kind, len(queries), read)
+    )
     key = f"{encoder.fingerprint(kind)} {texts.fingerprint}"
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     folder = cache_folder() / f"{kind}_vectors" / name
     # if another run encodes the same texts, process 0 waits for it
-    with waiting_lock(cache_folder() / "locks" / f"{name}.lock") if group.is_main else nullcontext():
+    with (
+        waiting_lock(cache_folder() / "locks" / f"{name}.lock") if group.is_main else nullcontext()
+    ):
         group.barrier()
         encode_texts(encoder, texts, folder, group, dtype="float16", batch_tokens=batch_tokens)
         group.barrier()
@@ -320,11 +370,13 @@ def encode(
     text: bool = False,
     policy: DataPolicy = DEFAULT_POLICY,
 ) -> str:
-    """Encode a corpus or queries into shards in the folder ``output``. Return a sentence that describes the result.
+    """Encode a corpus or queries into shards in the folder ``output``.
 
-    source: data set, as a path or a name. kind: ``passage`` or ``query``. dtype, shard_size, batch_tokens, format, text: see
-    ``encode_texts``. Processes started by torchrun divide the shards among themselves. A second call encodes only the missing
-    shards.
+    Return a sentence that describes the result.
+
+    source: data set, as a path or a name. kind: ``passage`` or ``query``. dtype, shard_size,
+    batch_tokens, format, text: see ``encode_texts``. Processes started by torchrun divide the
+    shards among themselves. A second call encodes only the missing shards.
     """
     from contaccum.encoder import load_encoder
 
@@ -333,7 +385,11 @@ def encode(
     # after this block, the processes do not wait for each other
     with joined(model.timeout_minutes) as group, group.main_first():
         dataset = open_dataset(source, policy=policy)
-        texts = Texts.of_corpus(dataset.corpus) if kind == "passage" else Texts.of_queries(dataset.queries)
+        texts = (
+            Texts.of_corpus(dataset.corpus)
+            if kind == "passage"
+            else Texts.of_queries(dataset.queries)
+        )
     encoder = load_encoder(model)
     finished = encode_texts(
         encoder,
@@ -349,5 +405,6 @@ def encode(
     if finished:
         return f"{output}: {texts.rows} {kind} vectors of {encoder.dim} numbers"
     return (
-        f"{output}: process {group.rank} of {group.world} has finished its shards; other processes are still encoding"
+        f"{output}: process {group.rank} of {group.world} has finished its shards; other "
+        "processes are still encoding"
     )

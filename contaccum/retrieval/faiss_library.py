@@ -10,7 +10,8 @@ from contaccum.errors import InputError, in_one_line
 from contaccum.runtime.launch import local_place
 
 GPU_LIMIT = 2048  # maximum number of results that faiss returns for a query on a GPU
-LONGEST = 200  # maximum length of a factory string or of search parameters; faiss crashes on very long strings
+# maximum length of a factory string or of search parameters; faiss crashes on very long strings
+LONGEST = 200
 
 _PREFIX = re.compile(r"^Error in .*? at \S+:\d+: (Error: )?('.*?' failed: )?")
 """Pattern for the start of a faiss error message: C++ function, file, line and failed condition."""
@@ -19,7 +20,8 @@ _PREFIX = re.compile(r"^Error in .*? at \S+:\d+: (Error: )?('.*?' failed: )?")
 def load_faiss() -> ModuleType:
     """Import faiss. Raises InputError with the install command if faiss is missing."""
     try:
-        import faiss  # works before and after the import of torch, although both libraries load an OpenMP runtime
+        # works before and after the import of torch, although both libraries load an OpenMP runtime
+        import faiss
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "faiss"
         state = "is not installed" if missing else f"cannot be loaded ({error})"
@@ -40,8 +42,8 @@ def describe_faiss() -> dict[str, Any]:
 def search_everywhere(queries: np.ndarray, passages: np.ndarray, k: int) -> dict[str, Any]:
     """Search exactly with faiss on the CPU and on each GPU.
 
-    Returns a dictionary: ``cpu``, ``gpu 0``, ``gpu 1``, … -> scores and row numbers, both (n, k). For a GPU that fails, the
-    value is the error message.
+    Returns a dictionary: ``cpu``, ``gpu 0``, ``gpu 1``, … -> scores and row numbers, both (n, k).
+    For a GPU that fails, the value is the error message.
     """
     faiss = load_faiss()
     index = faiss.IndexFlatIP(passages.shape[1])
@@ -57,7 +59,10 @@ def search_everywhere(queries: np.ndarray, passages: np.ndarray, k: int) -> dict
 
 
 def gpu_count() -> int:
-    """Return the number of GPUs that faiss can use. It is 0 if faiss is missing or built for CPUs only."""
+    """Return the number of GPUs that faiss can use.
+
+    It is 0 if faiss is missing or built for CPUs only.
+    """
     try:
         return load_faiss().get_num_gpus()
     except InputError:
@@ -67,7 +72,8 @@ def gpu_count() -> int:
 def search_gpus(device: str = "auto") -> list[int]:
     """Return the numbers of the GPUs that faiss may use.
 
-    device: device of the encoder. For ``cpu`` the list is empty. With several processes, it has only the GPU of this process.
+    device: device of the encoder. For ``cpu`` the list is empty. With several processes, it has
+    only the GPU of this process.
     """
     count = gpu_count() if device.startswith(("auto", "cuda")) else 0
     rank, world = local_place()

@@ -23,7 +23,14 @@ from contaccum.retrieval.faiss_library import (
     search_gpus,
 )
 from contaccum.retrieval.shards import MANIFEST, Shards, count_rows, row_blocks
-from contaccum.runtime.files import read_json, require_name, sha256_of, sweep, whole_folder, write_json
+from contaccum.runtime.files import (
+    read_json,
+    require_name,
+    sha256_of,
+    sweep,
+    whole_folder,
+    write_json,
+)
 from contaccum.runtime.locks import waiting_lock
 
 FORMAT = "contaccum-index"
@@ -53,7 +60,9 @@ class _Manifest:
     def __post_init__(self) -> None:
         """Raise ValueError if this is not the manifest of an index."""
         if self.format != FORMAT:
-            raise ValueError(f"found format {self.format!r}; expected {FORMAT!r} in the manifest of an index")
+            raise ValueError(
+                f"found format {self.format!r}; expected {FORMAT!r} in the manifest of an index"
+            )
 
 
 class Index:
@@ -77,9 +86,10 @@ class Index:
     def build(cls, shards: Shards, origin: Origin | None = None) -> "Index":
         """Build an index from shards.
 
-        Memory holds the index, one block and, for training, a sample of rows. An index that needs training, such as IVF or PQ, is
-        trained on a random sample with the seed ``origin.seed``. Graphs (HNSW, NSG) are built with one thread. This is slow for
-        more than a million rows, but several threads would build a different graph each time. Raises InputError if the factory
+        Memory holds the index, one block and, for training, a sample of rows. An index that needs
+        training, such as IVF or PQ, is trained on a random sample with the seed ``origin.seed``.
+        Graphs (HNSW, NSG) are built with one thread. This is slow for more than a million rows, but
+        several threads would build a different graph each time. Raises InputError if the factory
         string is invalid, or if there are too few passages to train on.
         """
         faiss = load_faiss()
@@ -92,14 +102,17 @@ class Index:
         if not re.fullmatch(rf"[ -~]{{1,{LONGEST}}}", factory):
             found = f"{len(factory)} characters" if len(factory) > LONGEST else repr(factory)
             raise InputError(
-                f"factory: found {found}; expected a faiss index_factory string of 1 to {LONGEST} ASCII characters"
+                f"factory: found {found}; expected a faiss index_factory string of 1 to {LONGEST} "
+                "ASCII characters"
             )
         problem = f"index {factory!r}: faiss cannot build it for {rows} passages"
         with library_errors(problem, RuntimeError, MemoryError, reason=reason_of):
             index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
             if not index.is_trained:
                 index.train(_sample(shards, rows, training_rows(faiss, index), seed))
-            blocks: Iterable[np.ndarray] = (block.vectors for block in row_blocks(shards, np.float32))
+            blocks: Iterable[np.ndarray] = (
+                block.vectors for block in row_blocks(shards, np.float32)
+            )
             if "NSG" in factory:  # an NSG index cannot grow, so it gets all rows at once
                 blocks = [np.concatenate(list(blocks))]
             is_graph = "HNSW" in factory or "NSG" in factory
@@ -107,7 +120,9 @@ class Index:
             with bar, _one_thread(faiss) if is_graph else nullcontext():
                 for vectors in blocks:
                     if "IDMap" in factory:  # an IDMap index needs ids; it gets the row numbers
-                        index.add_with_ids(vectors, np.arange(index.ntotal, index.ntotal + len(vectors)))
+                        index.add_with_ids(
+                            vectors, np.arange(index.ntotal, index.ntotal + len(vectors))
+                        )
                     else:
                         index.add(vectors)
                     bar.update(len(vectors))
@@ -115,18 +130,25 @@ class Index:
         return cls(index, origin)
 
     @classmethod
-    def load_or_build(cls, folder: str | Path | None, origin: Origin, shards: Callable[[], Shards]) -> "Index":
-        """Load the index in ``folder``. If the folder has no index, build one from ``shards`` and save it there.
+    def load_or_build(
+        cls, folder: str | Path | None, origin: Origin, shards: Callable[[], Shards]
+    ) -> "Index":
+        """Load the index in ``folder``.
 
-        If ``folder`` is None, the index is built but not saved. Raises InputError if the folder contains other files, or an index
-        with a different origin.
+        If the folder has no index, build one from ``shards`` and save it there.
+
+        If ``folder`` is None, the index is built but not saved. Raises InputError if the folder
+        contains other files, or an index with a different origin.
         """
         if folder is None:
             return cls.build(shards(), origin)
         folder = Path(folder)
         if (folder / MANIFEST).is_file():
             return cls.load(folder, origin)
-        with waiting_lock(require_name(folder).with_name(f".{folder.name}.lock"), f", which builds the index {folder}"):
+        with waiting_lock(
+            require_name(folder).with_name(f".{folder.name}.lock"),
+            f", which builds the index {folder}",
+        ):
             sweep(folder.parent, folder.name)  # removes files of killed calls
             if (folder / MANIFEST).is_file():  # another process has built the index meanwhile
                 return cls.load(folder, origin)
@@ -143,7 +165,9 @@ class Index:
         if not params:
             return
         if len(params) > LONGEST:
-            raise InputError(f"search_params: found {len(params)} characters; at most {LONGEST} are allowed")
+            raise InputError(
+                f"search_params: found {len(params)} characters; at most {LONGEST} are allowed"
+            )
         for name, value in re.findall(r"(\w+)=([-+.\w]+)", params):
             least = 1 if name.endswith(("nprobe", "efSearch")) else 0
             try:
@@ -151,8 +175,13 @@ class Index:
             except ValueError:
                 number = float("nan")
             if not number >= least:  # faiss accepts a smaller value, but then finds nothing
-                raise InputError(f"search_params {params!r}: {name} is {value}; expected a number of at least {least}")
-        problem = f"search_params {params!r}: faiss cannot use them with index {self.origin.factory!r}"
+                raise InputError(
+                    f"search_params {params!r}: {name} is {value}; expected a number of at least "
+                    f"{least}"
+                )
+        problem = (
+            f"search_params {params!r}: faiss cannot use them with index {self.origin.factory!r}"
+        )
         with library_errors(problem, RuntimeError, reason=reason_of):
             load_faiss().ParameterSpace().set_index_parameters(self.index, params)
         self._on_gpus = None  # the copies on the GPUs have the previous values
@@ -160,7 +189,8 @@ class Index:
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Return scores, (n, m) float32, and row numbers, (n, m) int64, best first. m is k, or ``len(self)`` if that is smaller.
 
-        If the search finds fewer than m rows for a query, the row numbers after the last found row are -1.
+        If the search finds fewer than m rows for a query, the row numbers after the last found row
+        are -1.
         """
         queries = np.ascontiguousarray(queries, dtype=np.float32)
         gpus = search_gpus(self.device) if k <= GPU_LIMIT else []
@@ -193,7 +223,8 @@ class Index:
         """Warn about an error on the GPUs, such as too little memory, and search on the CPU from now on."""
         factory = self.origin.factory
         warnings.warn(
-            f"index {factory!r}: faiss cannot search it on the GPU ({reason_of(error)}); the CPU searches instead",
+            f"index {factory!r}: faiss cannot search it on the GPU ({reason_of(error)}); the CPU "
+            "searches instead",
             stacklevel=4,
         )
         self._on_gpus = self.index
@@ -220,28 +251,34 @@ class Index:
     def load(cls, folder: str | Path, expected: Origin | None = None) -> "Index":
         """Read a saved index. The hash of the index file is checked before faiss reads the file.
 
-        Raises InputError if a file is missing or damaged, if the manifest is invalid, or if ``expected`` is given
-        and the index has another origin.
+        Raises InputError if a file is missing or damaged, if the manifest is invalid, or if
+        ``expected`` is given and the index has another origin.
         """
         path = Path(folder) / MANIFEST
         manifest = read_json(path, _Manifest, version=VERSION)
         for name, value in asdict(expected).items() if expected else ():
             if (found := getattr(manifest.origin, name)) != value:
                 raise InputError(
-                    f"{path}: this index belongs to different vectors or settings ({name} {found!r}, but now {value!r}). "
+                    f"{path}: this index belongs to different vectors or settings ({name} "
+                    f"{found!r}, but now {value!r}). "
                     "Choose another folder, or delete this one."
                 )
         file = Path(folder) / INDEX_FILE
         if not file.is_file() or sha256_of(file) != manifest.sha256:
             raise InputError(
-                f"{file}: missing or damaged (its SHA-256 is not the one in {path}). Delete the folder to build the index again."
+                f"{file}: missing or damaged (its SHA-256 is not the one in {path}). Delete the "
+                "folder to build the index again."
             )
-        with library_errors(f"{file}: faiss cannot read it as an index", RuntimeError, reason=reason_of):
+        with library_errors(
+            f"{file}: faiss cannot read it as an index", RuntimeError, reason=reason_of
+        ):
             index = load_faiss().read_index(str(file))
         if (index.d, index.ntotal) != (manifest.dimension, manifest.rows):
             raise InputError(
-                f"{folder}: the index has {index.ntotal} vectors of dimension {index.d}, but {path} has {manifest.rows} "
-                f"vectors of dimension {manifest.dimension}. Delete the folder to build the index again."
+                f"{folder}: the index has {index.ntotal} vectors of dimension {index.d}, but "
+                f"{path} has {manifest.rows} "
+                f"vectors of dimension {manifest.dimension}. Delete the folder to build the index "
+                "again."
             )
         return cls(index, manifest.origin)
 
@@ -254,17 +291,21 @@ def _check_target(folder: Path) -> None:
         raise InputError(f"{folder}: is a file; expected a folder for an index")
     elif folder.is_dir() and any(path.name != ".DS_Store" for path in folder.iterdir()):
         raise InputError(
-            f"{folder}: contains files that do not belong to an index; choose an empty folder or the folder of an index"
+            f"{folder}: contains files that do not belong to an index; choose an empty folder or "
+            "the folder of an index"
         )
 
 
 def _check_scores(index: Any, factory: str, queries: np.ndarray) -> None:
     """Raise InputError if the index sorts by distance (smallest first) instead of inner product (largest first)."""
-    scores, rows = index.search(np.ascontiguousarray(queries, dtype=np.float32), min(10, index.ntotal))
+    scores, rows = index.search(
+        np.ascontiguousarray(queries, dtype=np.float32), min(10, index.ntotal)
+    )
     found = np.where(rows >= 0, scores, -np.inf)
     if (found[:, :-1] < found[:, 1:]).any():
         raise InputError(
-            f"index {factory!r}: faiss ranks its results by distance, not by inner product; use another index, such as HNSW32"
+            f"index {factory!r}: faiss ranks its results by distance, not by inner product; use "
+            "another index, such as HNSW32"
         )
 
 

@@ -1,6 +1,7 @@
 """Mine hard negatives: search for the queries of a training set, filter the passages found, and write the examples.
 
-The queries are mined in chunks. W processes divide each chunk among themselves, and process 0 writes the output.
+The queries are mined in chunks. W processes divide each chunk among themselves, and process 0
+writes the output.
 """
 
 import json
@@ -21,7 +22,13 @@ from contaccum.formats.records import Example, Passage, TeacherScores, record_li
 from contaccum.formats.training import TrainingKind, example_record, framed
 from contaccum.retrieval.encode import passage_vectors
 from contaccum.retrieval.negatives import CrossEncoder, MiningQueries, select_negatives
-from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, Retriever, index_settings, validate_search
+from contaccum.retrieval.retriever import (
+    BM25_NAME,
+    DEFAULTS,
+    Retriever,
+    index_settings,
+    validate_search,
+)
 from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.files import write_json
 from contaccum.runtime.processes import ALONE, Processes, encoding_device
@@ -39,10 +46,14 @@ class Statistics:
     """Statistics of the mined queries."""
 
     short: int = 0  # number of queries that got fewer negatives than num_negatives
-    removed: Counter[str] = field(default_factory=Counter)  # filter name -> number of candidates that it removed
+    removed: Counter[str] = field(
+        default_factory=Counter
+    )  # filter name -> number of candidates that it removed
     positives: list[float] = field(default_factory=list)  # lowest score of each query's positives
     negatives: list[float] = field(default_factory=list)  # score of each negative
-    margins: list[float] = field(default_factory=list)  # lowest positive score of the query - score of each negative
+    margins: list[float] = field(
+        default_factory=list
+    )  # lowest positive score of the query - score of each negative
 
     def add(self, other: Mapping[str, Any]) -> None:
         """Add the statistics of other queries, as the dictionary of their fields."""
@@ -79,31 +90,44 @@ class Miner:
     cross_encoder: CrossEncoder | None = None
 
     def mine(self, start: int, stop: int, statistics: Statistics) -> list[bytes]:
-        """Mine the examples ``start`` to ``stop`` - 1. Return them with their negatives, as lines of the output.
+        """Mine the examples ``start`` to ``stop`` - 1.
+
+        Return them with their negatives, as lines of the output.
 
         Their statistics are added to ``statistics``.
         """
         examples = list(self.queries.examples.part(start, stop))
         passages = self.queries.passages
-        row_of = find_rows(passages, {passage.id for example in examples for passage in example.positives})
+        row_of = find_rows(
+            passages, {passage.id for example in examples for passage in example.positives}
+        )
         positives = [[row_of[passage.id] for passage in example.positives] for example in examples]
         known = [self.queries.known(example) for example in examples]
-        # search deeper by the number of known passages, so that range_max candidates remain when they are left out
+        # search deeper by the number of known passages, so that range_max candidates remain when
+        # they are left out
         depth = self.settings.range_max + max(map(len, known), default=0)
         texts = [example.query.text for example in examples]
         candidates, positive_scores = [], []
         for (hits, scores), left_out in zip(
             self.retriever.search_with_positives(texts, positives, depth), known, strict=True
         ):
-            candidates.append([hit for hit in hits if hit[0] not in left_out][: self.settings.range_max])
+            candidates.append(
+                [hit for hit in hits if hit[0] not in left_out][: self.settings.range_max]
+            )
             positive_scores.append(scores)
         row_of = find_rows(passages, {passage_id for hits in candidates for passage_id, _ in hits})
         lines = []
         for number, example in enumerate(examples):
             hits = candidates[number]
-            found = list(Passage.of_columns(passages[[row_of[passage_id] for passage_id, _ in hits]]))
+            found = list(
+                Passage.of_columns(passages[[row_of[passage_id] for passage_id, _ in hits]])
+            )
             scores = np.array([score for _, score in hits])
-            lines.append(self._line(start + number, example, found, scores, positive_scores[number], statistics))
+            lines.append(
+                self._line(
+                    start + number, example, found, scores, positive_scores[number], statistics
+                )
+            )
         return lines
 
     def _line(
@@ -115,11 +139,16 @@ class Miner:
         positive_scores: np.ndarray,
         statistics: Statistics,
     ) -> bytes:
-        """Select the negatives of one query among n candidates. Return the example with these negatives as a line.
+        """Select the negatives of one query among n candidates.
 
-        number: position of the example in the data. scores: scores of the candidates, (n,), descending. positive_scores: (P,).
+        Return the example with these negatives as a line.
+
+        number: position of the example in the data. scores: scores of the candidates, (n,),
+        descending. positive_scores: (P,).
         """
-        first_with_text: dict[str, int] = {}  # text -> position of the best candidate with this text
+        first_with_text: dict[
+            str, int
+        ] = {}  # text -> position of the best candidate with this text
         for position, passage in enumerate(candidates):
             first_with_text.setdefault(passage.content, position)
         removed = {"same text": len(candidates) - len(first_with_text)}
@@ -144,29 +173,43 @@ class Miner:
                 "margins": [lowest - score for score in teacher.negatives],
             }
         )
-        return record_line(example_record(example._replace(negatives=negatives, scores=teacher), self.to))
+        return record_line(
+            example_record(example._replace(negatives=negatives, scores=teacher), self.to)
+        )
 
     def mine_all(self, statistics: Statistics, group: Processes = ALONE) -> Iterator[bytes]:
-        """Yield the lines of all examples in order. W processes divide each chunk; every process gets all lines."""
+        """Yield the lines of all examples in order.
+
+        W processes divide each chunk; every process gets all lines.
+        """
         total = len(self.queries.examples)
         with tqdm(total=total, desc="mining", unit="query", disable=None) as bar:
             for start in range(0, total, CHUNK):
                 size = min(CHUNK, total - start)
                 own_statistics = Statistics()
-                first, last = (start + size * rank // group.world for rank in (group.rank, group.rank + 1))
+                first, last = (
+                    start + size * rank // group.world for rank in (group.rank, group.rank + 1)
+                )
                 lines = self.mine(first, last, own_statistics)
-                message = json.dumps({"lines": b"".join(lines).decode(), "statistics": vars(own_statistics)})
+                message = json.dumps(
+                    {"lines": b"".join(lines).decode(), "statistics": vars(own_statistics)}
+                )
                 for part in group.gather_bytes(message.encode()):
                     mined = json.loads(part)
                     statistics.add(mined["statistics"])
                     yield from mined["lines"].encode().splitlines(keepends=True)
                 bar.update(size)
 
-    def write(self, output: str | Path, about: Mapping[str, Any], group: Processes = ALONE) -> dict[str, Any]:
-        """Write the mined examples to ``output``, and a report to a file next to it. Return the report.
+    def write(
+        self, output: str | Path, about: Mapping[str, Any], group: Processes = ALONE
+    ) -> dict[str, Any]:
+        """Write the mined examples to ``output``, and a report to a file next to it.
 
-        about: entries to add to the report. ``output`` contains the scores of the passages: ``pos_scores`` and
-        ``neg_scores`` in JSONL, ``score`` in other formats. Only process 0 writes and returns the report; the others return {}.
+        Return the report.
+
+        about: entries to add to the report. ``output`` contains the scores of the passages:
+        ``pos_scores`` and ``neg_scores`` in JSONL, ``score`` in other formats. Only process 0
+        writes and returns the report; the others return {}.
         """
         statistics = Statistics()
         lines = self.mine_all(statistics, group)
@@ -195,11 +238,14 @@ def mine(
     policy: DataPolicy = DEFAULT_POLICY,
     group: Processes = ALONE,
 ) -> dict[str, Any]:
-    """Search for hard negatives, and write training examples with these negatives. Return the report (see ``Miner.write``).
+    """Search for hard negatives, and write training examples with these negatives.
 
-    data: a BEIR folder or name, or a file of training examples, whose negatives are replaced. corpus: passages that may become
-    negatives (a BEIR folder or name, a corpus.jsonl or a passages TSV); None: the passages of ``data``. group: processes that
-    share the work. All of them must call this function.
+    Return the report (see ``Miner.write``).
+
+    data: a BEIR folder or name, or a file of training examples, whose negatives are replaced.
+    corpus: passages that may become negatives (a BEIR folder or name, a corpus.jsonl or a passages
+    TSV); None: the passages of ``data``. group: processes that share the work. All of them must
+    call this function.
     """
     mining.check()
     model = EncoderConfig.of(model)
@@ -217,10 +263,12 @@ def mine(
 
         encoder = load_encoder(model)
         if group.world > 1:
-            # each process searches the whole corpus for its own queries, in vectors that the processes compute together
+            # each process searches the whole corpus for its own queries, in vectors that the
+            # processes compute together
             if settings.embeddings is None:
                 raise InputError(
-                    f"{group.world} processes were started without --embeddings; set it to a folder where the processes share "
+                    f"{group.world} processes were started without --embeddings; set it to a "
+                    "folder where the processes share "
                     "vectors"
                 )
             passage_vectors(encoder, queries.corpus, settings, group)
@@ -246,9 +294,13 @@ def render_mined(report: Mapping[str, Any], output: str | Path) -> str:
     head = f"{output}: {report['negatives']} negatives for {report['queries']} queries"
     if report["queries_with_fewer"]:
         head += (
-            f"; {report['queries_with_fewer']} queries have fewer than {report['settings']['num_negatives']} negatives"
+            f"; {report['queries_with_fewer']} queries have fewer than "
+            f"{report['settings']['num_negatives']} negatives"
         )
     taken = ", ".join(f"{name} {count}" for name, count in report["removed"].items())
     table = [" " * 10 + "".join(f"{name:>10s}" for name in SPREAD)]
-    table += [f"{name:10s}" + "".join(f"{row[n]:10.4f}" for n in SPREAD) for name, row in report["scores"].items()]
+    table += [
+        f"{name:10s}" + "".join(f"{row[n]:10.4f}" for n in SPREAD)
+        for name, row in report["scores"].items()
+    ]
     return "\n".join([head, f"candidates removed: {taken}", *table])

@@ -19,7 +19,10 @@ class MiningQueries:
     """Queries that need negatives, the corpus, and the passages that must not become negatives."""
 
     def __init__(self, examples: ExampleTable, corpus: Dataset | None = None) -> None:
-        """corpus: passages that may become negatives (columns id, title, text). None: the passages of the examples."""
+        """corpus: passages that may become negatives (columns id, title, text).
+
+        None: the passages of the examples.
+        """
         self.examples = examples
         self._answers: dict[str, dict[str, str]] = {}
         """Hash of a query text -> id of each positive -> hash of the positive's text."""
@@ -29,13 +32,17 @@ class MiningQueries:
         self.corpus = examples.passages if corpus is None else corpus
         positives = {key for own in self._answers.values() for key in own}
         self.extra = None if corpus is None else _missing(examples.passages, corpus, positives)
-        """Positives that ``corpus`` lacks, or None if there are none. They are scored, but no query gets them as negatives."""
-        self.passages = self.corpus if self.extra is None else concatenate_datasets([self.corpus, self.extra])
+        """Positives that ``corpus`` lacks, or None if there are none. They are scored, but no query
+        gets them as negatives."""
+        self.passages = (
+            self.corpus if self.extra is None else concatenate_datasets([self.corpus, self.extra])
+        )
         """Passages of ``corpus``, followed by the passages of ``extra``."""
         self._ids_of_text: dict[str, list[str]] = {
             text: [] for query, own in self._answers.items() for text in (query, *own.values())
         }
-        """Hash of the text of a query or of a positive -> ids of the passages with this text. ``known`` looks up these ids."""
+        """Hash of the text of a query or of a positive -> ids of the passages with this text.
+        ``known`` looks up these ids."""
         for batch in column_batches(self.passages, PASSAGE_COLUMNS):
             for passage in Passage.of_columns(batch):
                 for key in {_text_hash(passage.content), _text_hash(passage.text)}:
@@ -45,8 +52,8 @@ class MiningQueries:
     def known(self, example: Example) -> set[str]:
         """Return the ids of passages that must not become negatives of an example.
 
-        These are the positives of the example, and of all other examples with the same query text. Passages with the same text
-        as the query or as one of these positives are also included.
+        These are the positives of the example, and of all other examples with the same query text.
+        Passages with the same text as the query or as one of these positives are also included.
         """
         query = _text_hash(example.query.text)
         answers = self._answers[query]
@@ -57,8 +64,13 @@ def _missing(examples_corpus: Dataset, corpus: Dataset, ids: Collection[str]) ->
     """Return the passages of ``examples_corpus`` whose id is in ``ids`` but not in ``corpus``, or None if there are none."""
     known = find_rows(corpus, ids)
     rows = find_rows(examples_corpus, [key for key in ids if key not in known])
-    # copy the rows: to read a column after Dataset.select, datasets would read all rows of the table
-    return Dataset.from_dict(examples_corpus[sorted(rows.values())], features=corpus.features) if rows else None
+    # copy the rows: to read a column after Dataset.select, datasets would read all rows of the
+    # table
+    return (
+        Dataset.from_dict(examples_corpus[sorted(rows.values())], features=corpus.features)
+        if rows
+        else None
+    )
 
 
 def _text_hash(text: str) -> str:
@@ -69,22 +81,28 @@ class Selection(NamedTuple):
     """Negatives selected among the candidates of one query."""
 
     indices: np.ndarray
-    """Positions of the negatives in the list of candidates, in ascending order. There are at most ``num_negatives``."""
+    """Positions of the negatives in the list of candidates, in ascending order. There are at most
+    ``num_negatives``."""
     removed: dict[str, int]
-    """Name of a filter -> number of candidates that it removed. Filters run in order, so each candidate is counted once."""
+    """Name of a filter -> number of candidates that it removed. Filters run in order, so each
+    candidate is counted once."""
 
 
-def select_negatives(scores: np.ndarray, positives: np.ndarray, settings: MineConfig, number: int) -> Selection:
+def select_negatives(
+    scores: np.ndarray, positives: np.ndarray, settings: MineConfig, number: int
+) -> Selection:
     """Select hard negatives of one query among n candidates.
 
-    scores: scores of the candidates, (n,), descending. positives: scores of the query's positives, (P,). number: position of the
-    query in the data. It seeds the random sample, so the sample does not depend on other queries.
+    scores: scores of the candidates, (n,), descending. positives: scores of the query's positives,
+    (P,). number: position of the query in the data. It seeds the random sample, so the sample does
+    not depend on other queries.
 
-    Let p be the lowest score of the query's positives. A candidate with score s remains if s <= p - absolute_margin, s <= p -
-    relative_margin |p|, s <= max_score and s >= min_score. A setting that is None has no effect. Of the remaining candidates,
-    the ``range_min`` best are skipped, and ``num_negatives`` are selected: the best, or a random sample. Moreira et al. 2024
-    (NV-Retriever, arXiv 2407.15831) call the relative margin TopK-PercPos, the absolute margin TopK-MarginPos and max_score
-    TopK-Abs.
+    Let p be the lowest score of the query's positives. A candidate with score s remains if s <= p -
+    absolute_margin, s <= p - relative_margin |p|, s <= max_score and s >= min_score. A setting that
+    is None has no effect. Of the remaining candidates, the ``range_min`` best are skipped, and
+    ``num_negatives`` are selected: the best, or a random sample. Moreira et al. 2024 (NV-Retriever,
+    arXiv 2407.15831) call the relative margin TopK-PercPos, the absolute margin TopK-MarginPos and
+    max_score TopK-Abs.
     """
     scores = scores.astype(np.float64)
     lowest = float(positives.min())
@@ -105,7 +123,9 @@ def select_negatives(scores: np.ndarray, positives: np.ndarray, settings: MineCo
         remain &= ~failed
     window = np.flatnonzero(remain)[settings.range_min :]
     if settings.sampling_strategy == "random" and len(window) > settings.num_negatives:
-        random = np.random.Generator(np.random.Philox(np.random.SeedSequence([settings.seed, number])))
+        random = np.random.Generator(
+            np.random.Philox(np.random.SeedSequence([settings.seed, number]))
+        )
         window = np.sort(random.choice(window, settings.num_negatives, replace=False))
     return Selection(window[: settings.num_negatives], removed)
 
@@ -113,16 +133,20 @@ def select_negatives(scores: np.ndarray, positives: np.ndarray, settings: MineCo
 class CrossEncoder:
     """Model of sentence-transformers that reads a query and a passage together and gives one score."""
 
-    def __init__(self, name: str, device: str, batch_size: int, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, name: str, device: str, batch_size: int, trust_remote_code: bool = False
+    ) -> None:
         """Load the model.
 
-        Raises InputError if the model is not found, if it has several outputs, or if sentence-transformers is missing.
+        Raises InputError if the model is not found, if it has several outputs, or if
+        sentence-transformers is missing.
         """
         try:
             from sentence_transformers import CrossEncoder as Model
         except ImportError as error:
             raise InputError(
-                f'cross_encoder {name} needs sentence-transformers, which is not installed. Run: pip install "contaccum[mine]"'
+                f"cross_encoder {name} needs sentence-transformers, which is not installed. Run: "
+                'pip install "contaccum[mine]"'
             ) from error
         self.name, self._batch_size = name, batch_size
         fix = "; give the folder or the Hub name of a cross-encoder with safetensors weights"
@@ -130,18 +154,28 @@ class CrossEncoder:
         with library_errors(f"{name}: cannot be loaded as a cross-encoder", *kinds, fix=fix):
             # without this option, transformers would also load pickled weights
             safe = {"use_safetensors": True}
-            self._model = Model(name, device=device, trust_remote_code=trust_remote_code, model_kwargs=safe)
+            self._model = Model(
+                name, device=device, trust_remote_code=trust_remote_code, model_kwargs=safe
+            )
         if self._model.num_labels != 1:
-            raise InputError(f"{name}: has {self._model.num_labels} outputs; expected a cross-encoder with one output")
+            raise InputError(
+                f"{name}: has {self._model.num_labels} outputs; expected a cross-encoder with one "
+                "output"
+            )
 
     def scores(self, query: str, passages: list[str]) -> np.ndarray:
-        """Return the scores of n passages for one query, (n,) float32. Raises InputError if a score is not finite."""
+        """Return the scores of n passages for one query, (n,) float32.
+
+        Raises InputError if a score is not finite.
+        """
         pairs = [(query, passage) for passage in passages]
         scores = np.asarray(
-            self._model.predict(pairs, batch_size=self._batch_size, show_progress_bar=False), dtype=np.float32
+            self._model.predict(pairs, batch_size=self._batch_size, show_progress_bar=False),
+            dtype=np.float32,
         ).reshape(len(pairs))
         if not np.isfinite(scores).all():
             raise InputError(
-                f"{self.name}: a score for the query {query[:80]!r} is NaN or infinite; use another cross-encoder"
+                f"{self.name}: a score for the query {query[:80]!r} is NaN or infinite; use "
+                "another cross-encoder"
             )
         return scores

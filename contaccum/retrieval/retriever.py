@@ -17,7 +17,14 @@ from contaccum.errors import InputError
 from contaccum.retrieval.encode import Texts, encode_in_memory, passage_vectors
 from contaccum.retrieval.exact import ExactIndex, best_first, inner_products
 from contaccum.retrieval.index import Index, Origin
-from contaccum.retrieval.runs import RankedPassage, Run, make_run, read_passages, refuse_unwritable_ids, write_run
+from contaccum.retrieval.runs import (
+    RankedPassage,
+    Run,
+    make_run,
+    read_passages,
+    refuse_unwritable_ids,
+    write_run,
+)
 from contaccum.retrieval.shards import Shards, refuse_infinite
 from contaccum.runtime.checks import refuse_input_as_output, require_queries, require_utf8
 from contaccum.runtime.processes import ALONE, Processes
@@ -28,7 +35,8 @@ if TYPE_CHECKING:
 BM25_NAME = "bm25"
 """Model name that selects BM25."""
 WORDS = {"token_pattern": r"(?u)\b\w\w+\b", "stopwords": "en"}
-"""Settings of the bm25s tokenizer: lower-cased words of two characters or more, without English stop words."""
+"""Settings of the bm25s tokenizer: lower-cased words of two characters or more, without English
+stop words."""
 DEFAULTS = SearchConfig()
 
 Scored = tuple[list[tuple[str, float]], np.ndarray]
@@ -49,9 +57,10 @@ class Retriever(ABC):
     ) -> "Retriever":
         """Load the model, then encode or index the corpus (columns id, title, text).
 
-        model: an encoder, the name or the config of an encoder, or ``bm25``. group: processes of this search. They divide the
-        corpus among themselves, must all search for the same queries, and each gets the complete run. extra: positives of the
-        queries that are not in the corpus. ``search_with_positives`` returns their scores, but they are never found.
+        model: an encoder, the name or the config of an encoder, or ``bm25``. group: processes of
+        this search. They divide the corpus among themselves, must all search for the same queries,
+        and each gets the complete run. extra: positives of the queries that are not in the corpus.
+        ``search_with_positives`` returns their scores, but they are never found.
         """
         if isinstance(model, str | Path):
             model = EncoderConfig.of(model)
@@ -64,18 +73,23 @@ class Retriever(ABC):
             model = load_encoder(model)
         return DenseRetriever(model, corpus, settings, group, extra)
 
-    def search(self, queries: Mapping[str, str], k: int = 100, *, ignore_identical_ids: bool = False) -> Run:
+    def search(
+        self, queries: Mapping[str, str], k: int = 100, *, ignore_identical_ids: bool = False
+    ) -> Run:
         """Return the k best passages for each query, or fewer if the search finds fewer.
 
-        Passages with equal scores are in the order of the corpus. queries: query id -> text. ignore_identical_ids: leave out a
-        passage whose id equals the id of the query, as BEIR does.
+        Passages with equal scores are in the order of the corpus. queries: query id -> text.
+        ignore_identical_ids: leave out a passage whose id equals the id of the query, as BEIR does.
         """
         k = require_k(k)
         require_queries(queries)
         if not ignore_identical_ids:
             return self._search(queries, k)
         run = self._search(queries, k + 1)  # one of the k + 1 passages may have the id of the query
-        return {query_id: [hit for hit in hits if hit[0] != query_id][:k] for query_id, hits in run.items()}
+        return {
+            query_id: [hit for hit in hits if hit[0] != query_id][:k]
+            for query_id, hits in run.items()
+        }
 
     @abstractmethod
     def _search(self, queries: Mapping[str, str], k: int) -> Run: ...
@@ -86,7 +100,8 @@ class Retriever(ABC):
     ) -> Iterator[Scored]:
         """Yield, for each query text, the k best passages and the scores of the query's positives.
 
-        positives: for each query, the row numbers of its positives. The rows of ``extra`` (see ``open``) follow the corpus rows.
+        positives: for each query, the row numbers of its positives. The rows of ``extra`` (see
+        ``open``) follow the corpus rows.
         """
 
 
@@ -94,7 +109,12 @@ class DenseRetriever(Retriever):
     """Retriever that ranks passages by the inner product of vectors, either exactly or with a faiss index."""
 
     def __init__(
-        self, encoder: "DualEncoder", corpus: Dataset, settings: SearchConfig, group: Processes, extra: Dataset | None
+        self,
+        encoder: "DualEncoder",
+        corpus: Dataset,
+        settings: SearchConfig,
+        group: Processes,
+        extra: Dataset | None,
     ) -> None:
         """See ``Retriever.open``."""
         self.encoder = encoder
@@ -107,12 +127,18 @@ class DenseRetriever(Retriever):
         self.index: ExactIndex | Index
         if settings.factory == "Flat":
             shards, first_row = self.vectors
-            self.index = ExactIndex(shards, first_row, backend=settings.backend, device=str(encoder.device))
+            self.index = ExactIndex(
+                shards, first_row, backend=settings.backend, device=str(encoder.device)
+            )
         else:
             origin = Origin(settings.factory, settings.seed)
-            if settings.index_dir is not None:  # the saved index belongs to these texts and this encoder
+            if (
+                settings.index_dir is not None
+            ):  # the saved index belongs to these texts and this encoder
                 source = Texts.of_corpus(corpus).fingerprint
-                origin = Origin(settings.factory, settings.seed, encoder.fingerprint("passage"), source)
+                origin = Origin(
+                    settings.factory, settings.seed, encoder.fingerprint("passage"), source
+                )
             self.index = Index.load_or_build(settings.index_dir, origin, lambda: self.vectors[0])
             self.index.device = str(encoder.device)
             self.index.set_search_params(settings.search_params)
@@ -126,14 +152,23 @@ class DenseRetriever(Retriever):
         return passage_vectors(self.encoder, self.corpus, self.settings, self.group)
 
     def _search(self, queries: Mapping[str, str], k: int) -> Run:
-        encoded = encode_in_memory(self.encoder, Texts.of_queries(queries), self.settings.batch_tokens)
+        encoded = encode_in_memory(
+            self.encoder, Texts.of_queries(queries), self.settings.batch_tokens
+        )
         scores, rows = self.index.search(encoded.vectors, k)  # (n, k)
         if self.group.world > 1:
             gathered_scores = self.group.gather_bytes(scores.tobytes())
             gathered_rows = self.group.gather_bytes(rows.tobytes())
             # a process with fewer than k passages returns fewer columns
-            scores = np.hstack([np.frombuffer(part, np.float32).reshape(len(queries), -1) for part in gathered_scores])
-            rows = np.hstack([np.frombuffer(part, np.int64).reshape(len(queries), -1) for part in gathered_rows])
+            scores = np.hstack(
+                [
+                    np.frombuffer(part, np.float32).reshape(len(queries), -1)
+                    for part in gathered_scores
+                ]
+            )
+            rows = np.hstack(
+                [np.frombuffer(part, np.int64).reshape(len(queries), -1) for part in gathered_rows]
+            )
             scores, rows = best_first(scores, rows, k)
         return make_run(encoded.ids, scores, rows, self.corpus)
 
@@ -141,13 +176,18 @@ class DenseRetriever(Retriever):
         self, queries: Sequence[str], positives: Sequence[Sequence[int]], k: int
     ) -> Iterator[Scored]:
         texts = Texts.of_queries({str(number): text for number, text in enumerate(queries)})
-        vectors = encode_in_memory(self.encoder, texts, self.settings.batch_tokens).vectors  # (n, d)
+        vectors = encode_in_memory(
+            self.encoder, texts, self.settings.batch_tokens
+        ).vectors  # (n, d)
         shards, first_row = self.vectors
         scores, rows = self.index.search(vectors, k)
         if isinstance(self.index, Index):
-            # an approximate index may round scores, and negatives are compared with the exact scores of positives
+            # an approximate index may round scores, and negatives are compared with the exact
+            # scores of positives
             scores, rows = best_first(inner_products(vectors, shards, rows, first_row), rows, k)
-        wanted = np.full((len(queries), max(map(len, positives), default=0)), -1)  # (n, most positives of a query)
+        wanted = np.full(
+            (len(queries), max(map(len, positives), default=0)), -1
+        )  # (n, most positives of a query)
         for number, query_positives in enumerate(positives):
             wanted[number, : len(query_positives)] = query_positives
         positive_scores = np.maximum(
@@ -162,13 +202,16 @@ class DenseRetriever(Retriever):
 class BM25(Retriever):
     """Retriever that ranks passages by the BM25 score of their title and text.
 
-    bm25s computes Lucene's variant (k1 = 1.5, b = 0.75), without English stop words and without stemming. Memory holds the
-    tokenized corpus. A passage that shares no word with a query is not found. Source: Robertson et al. 1994; bm25s,
-    arXiv 2407.03618.
+    bm25s computes Lucene's variant (k1 = 1.5, b = 0.75), without English stop words and without
+    stemming. Memory holds the tokenized corpus. A passage that shares no word with a query is not
+    found. Source: Robertson et al. 1994; bm25s, arXiv 2407.03618.
     """
 
     def __init__(self, corpus: Dataset, extra: Dataset | None = None) -> None:
-        """extra: positives outside the corpus. They are never found, but BM25's document frequencies include them."""
+        """extra: positives outside the corpus.
+
+        They are never found, but BM25's document frequencies include them.
+        """
         import bm25s  # the import takes a quarter of a second
 
         self.corpus = corpus
@@ -181,7 +224,10 @@ class BM25(Retriever):
             self._index.index(tokens, show_progress=False)
 
     def scores(self, queries: Sequence[str]) -> Iterator[np.ndarray]:
-        """Yield, for each query text, the scores of all n passages, (n,) float32. A passage without words of the query gets 0."""
+        """Yield, for each query text, the scores of all n passages, (n,) float32.
+
+        A passage without words of the query gets 0.
+        """
         for terms in tqdm(words_of(queries), desc="BM25", unit="query", disable=None, leave=False):
             if terms and self._index is not None:
                 yield self._index.get_scores(terms)
@@ -190,7 +236,10 @@ class BM25(Retriever):
 
     def _search(self, queries: Mapping[str, str], k: int) -> Run:
         scores = self.scores(list(queries.values()))
-        return {query_id: self._best(query_scores, k) for query_id, query_scores in zip(queries, scores, strict=True)}
+        return {
+            query_id: self._best(query_scores, k)
+            for query_id, query_scores in zip(queries, scores, strict=True)
+        }
 
     def search_with_positives(
         self, queries: Sequence[str], positives: Sequence[Sequence[int]], k: int
@@ -205,7 +254,9 @@ class BM25(Retriever):
             return []
         kth_score = np.partition(scores, -k)[-k]
         rows = np.flatnonzero((scores >= kth_score) & (scores > 0))
-        rows = rows[np.argsort(-scores[rows], kind="stable")][:k]  # equal scores stay in the order of the corpus
+        rows = rows[np.argsort(-scores[rows], kind="stable")][
+            :k
+        ]  # equal scores stay in the order of the corpus
         return [(self.ids[row], float(scores[row])) for row in rows]
 
 
@@ -227,8 +278,9 @@ def search_vectors(
 ) -> Run:
     """Return, for each query vector, the k passages with the largest inner products.
 
-    query_vectors: (n, d) float32. device: ``cpu`` searches without GPUs. options: settings of ``SearchConfig``, such as
-    ``factory`` and ``backend``. Raises InputError if dimensions differ, if a vector is not finite, or if settings conflict.
+    query_vectors: (n, d) float32. device: ``cpu`` searches without GPUs. options: settings of
+    ``SearchConfig``, such as ``factory`` and ``backend``. Raises InputError if dimensions differ,
+    if a vector is not finite, or if settings conflict.
     """
     settings = SearchConfig(**options)
     validate_search(settings)
@@ -236,13 +288,16 @@ def search_vectors(
     width = shards[0].vectors.shape[1] if len(shards) else query_vectors.shape[1]
     if query_vectors.shape[1] != width:
         raise InputError(
-            f"query vectors have dimension {query_vectors.shape[1]}, but passage vectors have {width}; use one encoder for both"
+            f"query vectors have dimension {query_vectors.shape[1]}, but passage vectors have "
+            f"{width}; use one encoder for both"
         )
     with np.errstate(over="ignore"):  # an overflow gives infinity, which is refused
         vectors = np.ascontiguousarray(query_vectors, dtype=np.float32)
     refuse_infinite("query", query_ids, vectors)
     if settings.factory == "Flat":
-        scores, rows = ExactIndex(shards, backend=settings.backend, device=device).search(vectors, k)
+        scores, rows = ExactIndex(shards, backend=settings.backend, device=device).search(
+            vectors, k
+        )
     else:
         index = Index.build(shards, Origin(settings.factory, settings.seed))
         index.device = device
@@ -253,7 +308,10 @@ def search_vectors(
 
 
 def require_k(k: int) -> int:
-    """Return k as a Python number, because faiss refuses numbers of NumPy. Raise InputError if k is not positive."""
+    """Return k as a Python number, because faiss refuses numbers of NumPy.
+
+    Raise InputError if k is not positive.
+    """
     if not hasattr(k, "__index__") or k < 1:
         raise InputError(f"k is {k}; expected a whole number of at least 1")
     return operator.index(k)
@@ -264,23 +322,27 @@ def validate_search(settings: SearchConfig, group: Processes = ALONE) -> None:
     if settings.factory == "Flat":
         if settings.search_params:
             raise InputError(
-                f"search_params {settings.search_params!r} has no effect on the exact index 'Flat'. Leave search_params out, or "
+                f"search_params {settings.search_params!r} has no effect on the exact index "
+                "'Flat'. Leave search_params out, or "
                 "choose an approximate index with --factory."
             )
         if settings.index_dir:
             raise InputError(
-                f"index_dir {settings.index_dir!r} has no effect on the exact index 'Flat'. Use --embeddings to save the vectors "
+                f"index_dir {settings.index_dir!r} has no effect on the exact index 'Flat'. Use "
+                "--embeddings to save the vectors "
                 "that exact search reads."
             )
         return
     if group.world > 1:
         raise InputError(
-            f"index {settings.factory!r} needs one process, but {group.world} were started. Start one process (it can read "
+            f"index {settings.factory!r} needs one process, but {group.world} were started. Start "
+            "one process (it can read "
             "embeddings that several processes made), or use the exact index 'Flat'."
         )
     if settings.backend == "torch":
         raise InputError(
-            f"factory {settings.factory!r} needs the backend faiss; the backend torch supports only 'Flat'"
+            f"factory {settings.factory!r} needs the backend faiss; the backend torch supports "
+            "only 'Flat'"
         )
 
 
@@ -288,7 +350,11 @@ def index_settings(settings: SearchConfig) -> dict[str, Any]:
     """Return the search settings that can change which passages are found, even if the vectors stay the same."""
     if settings.factory == "Flat":
         return {"factory": "Flat"}
-    return {"factory": settings.factory, "search_params": settings.search_params, "index_seed": settings.seed}
+    return {
+        "factory": settings.factory,
+        "search_params": settings.search_params,
+        "index_seed": settings.seed,
+    }
 
 
 def search(
@@ -304,17 +370,22 @@ def search(
 ) -> Run:
     """Return the k best passages for each query of a split: query id -> list of (passage id, score), best first.
 
-    A passage with the id of the query is left out, as in BEIR. model: an encoder, the name or the config of an encoder, or
-    ``bm25``. policy: what to do with bad records. output: TREC run file to write. If it is set, an id with white space raises
-    InputError before the search. group: processes (see ``joined``) that share the work. All of them must call this function,
-    and each gets the same run.
+    A passage with the id of the query is left out, as in BEIR. model: an encoder, the name or the
+    config of an encoder, or ``bm25``. policy: what to do with bad records. output: TREC run file to
+    write. If it is set, an id with white space raises InputError before the search. group:
+    processes (see ``joined``) that share the work. All of them must call this function, and each
+    gets the same run.
     """
-    refuse_input_as_output(output, data, getattr(model, "model", model), settings.embeddings, settings.index_dir)
+    refuse_input_as_output(
+        output, data, getattr(model, "model", model), settings.embeddings, settings.index_dir
+    )
     with group.main_first():
         judged = open_dataset(data, split, policy).retrieval_set
     if output is not None:
         refuse_unwritable_ids(output, judged.queries, judged.corpus)
-    run = Retriever.open(model, judged.corpus, settings, group).search(judged.queries, k, ignore_identical_ids=True)
+    run = Retriever.open(model, judged.corpus, settings, group).search(
+        judged.queries, k, ignore_identical_ids=True
+    )
     if output is not None and group.is_main:
         write_run(output, run)
     return run

@@ -1,7 +1,9 @@
-"""Make, write, read and print runs. A run contains the ranked passages of each query, sorted by score, highest first.
+"""Make, write, read and print runs.
 
-A search returns passages with equal scores in the order of the corpus. trec_eval sorts such passages by id, so ``read_run``
-does it too.
+A run contains the ranked passages of each query, sorted by score, highest first.
+
+A search returns passages with equal scores in the order of the corpus. trec_eval sorts such
+passages by id, so ``read_run`` does it too.
 """
 
 import math
@@ -23,28 +25,44 @@ Run = dict[str, list[tuple[str, float]]]
 _COLUMNS = "six columns: query id, Q0, passage id, rank, score, tag"
 
 
-def make_run(query_ids: Iterable[str], scores: np.ndarray, rows: np.ndarray, corpus: Dataset) -> Run:
-    """Make a run of n queries from scores (n, k) and row numbers (n, k) of passages, best first. Row -1 is no passage."""
+def make_run(
+    query_ids: Iterable[str], scores: np.ndarray, rows: np.ndarray, corpus: Dataset
+) -> Run:
+    """Make a run of n queries from scores (n, k) and row numbers (n, k) of passages, best first.
+
+    Row -1 is no passage.
+    """
     numbers = np.unique(rows)
     numbers = numbers[numbers >= 0].tolist()
-    ids = dict(zip(numbers, corpus.select_columns(["id"])[numbers]["id"] if numbers else [], strict=True))
+    ids = dict(
+        zip(numbers, corpus.select_columns(["id"])[numbers]["id"] if numbers else [], strict=True)
+    )
     return {
-        query_id: [(ids[row], score) for row, score in zip(query_rows, query_scores, strict=True) if row >= 0]
-        for query_id, query_rows, query_scores in zip(query_ids, rows.tolist(), scores.tolist(), strict=True)
+        query_id: [
+            (ids[row], score)
+            for row, score in zip(query_rows, query_scores, strict=True)
+            if row >= 0
+        ]
+        for query_id, query_rows, query_scores in zip(
+            query_ids, rows.tolist(), scores.tolist(), strict=True
+        )
     }
 
 
 def ranked(pairs: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
     """Sort (passage id, score) pairs as trec_eval does: by score, highest first, and equal scores by id, greatest first."""
-    # Python compares strings by code point, which gives the same order as trec_eval's comparison of UTF-8 bytes
+    # Python compares strings by code point, which gives the same order as trec_eval's comparison of
+    # UTF-8 bytes
     return sorted(pairs, key=lambda pair: (pair[1], pair[0]), reverse=True)
 
 
 def write_run(path: str | Path, run: Run, tag: str = "contaccum") -> None:
-    """Write a TREC run file. Each line is ``query Q0 passage rank score tag``. Ranks start at 1. Scores are not rounded.
+    """Write a TREC run file.
 
-    The file appears only when it is complete. Raises InputError if an id or the tag is empty or contains white space, because the
-    format does not allow this.
+    Each line is ``query Q0 passage rank score tag``. Ranks start at 1. Scores are not rounded.
+
+    The file appears only when it is complete. Raises InputError if an id or the tag is empty or
+    contains white space, because the format does not allow this.
     """
     _refuse_white_space(tag, "tag", path)
     with whole_records(path) as file:
@@ -56,7 +74,10 @@ def write_run(path: str | Path, run: Run, tag: str = "contaccum") -> None:
 
 
 def refuse_unwritable_ids(path: str | Path, queries: Iterable[str], corpus: Dataset) -> None:
-    """Raise InputError if a query id or a passage id is not allowed in a TREC run file. This check runs before the search."""
+    """Raise InputError if a query id or a passage id is not allowed in a TREC run file.
+
+    This check runs before the search.
+    """
     batches = (batch["id"] for batch in column_batches(corpus, ["id"]))
     for what, ids in [("query id", list(queries)), *(("passage id", ids) for ids in batches)]:
         if " ".join(ids).split() != ids:  # much faster than a check of each id
@@ -67,15 +88,18 @@ def refuse_unwritable_ids(path: str | Path, queries: Iterable[str], corpus: Data
 def _refuse_white_space(value: str, what: str, path: str | Path) -> None:
     if value.split() != [value]:
         raise InputError(
-            f"{path}: {what} {value!r} is empty or contains white space, which a TREC run file does not allow"
+            f"{path}: {what} {value!r} is empty or contains white space, which a TREC run file "
+            "does not allow"
         )
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a TREC run file, plain or gzipped. The passages are sorted by score, not by rank, as in trec_eval.
+    """Read a TREC run file, plain or gzipped.
 
-    Raises InputError with the line number if the number of columns is wrong, if a score is not finite, or if a query has the same
-    passage twice.
+    The passages are sorted by score, not by rank, as in trec_eval.
+
+    Raises InputError with the line number if the number of columns is wrong, if a score is not
+    finite, or if a query has the same passage twice.
     """
     path = Path(path)
     scores: dict[str, dict[str, float]] = {}
@@ -86,7 +110,9 @@ def read_run(path: str | Path) -> Run:
         query_id, _, passage_id, _, score, _ = columns
         hits = scores.setdefault(query_id, {})
         if passage_id in hits:
-            raise location.error(f"passage {passage_id!r} is listed twice for query {query_id!r}; expected it once")
+            raise location.error(
+                f"passage {passage_id!r} is listed twice for query {query_id!r}; expected it once"
+            )
         try:
             hits[passage_id] = float(score)
         except ValueError:
@@ -108,29 +134,43 @@ class RankedPassage(NamedTuple):
 
 
 def read_passages(corpus: Dataset, ranking: Sequence[tuple[str, float]]) -> list[RankedPassage]:
-    """Read the title and the text of each passage of a ranking. Return the passages in the order of the ranking."""
+    """Read the title and the text of each passage of a ranking.
+
+    Return the passages in the order of the ranking.
+    """
     rows = rows_of(corpus, {passage_id for passage_id, _ in ranking})
     read = corpus[[rows[passage_id] for passage_id, _ in ranking]]
     return [
         RankedPassage(passage_id, score, title, text)
-        for (passage_id, score), title, text in zip(ranking, read["title"], read["text"], strict=True)
+        for (passage_id, score), title, text in zip(
+            ranking, read["title"], read["text"], strict=True
+        )
     ]
 
 
 def rows_of(corpus: Dataset, ids: set[str]) -> dict[str, int]:
-    """Return the row number of each passage id in the corpus. Raises InputError if the corpus lacks an id."""
+    """Return the row number of each passage id in the corpus.
+
+    Raises InputError if the corpus lacks an id.
+    """
     rows = find_rows(corpus, ids)
     if missing := sorted(ids - rows.keys()):
         raise InputError(
-            f"passage {missing[0]!r} of the run is not in the corpus ({len(missing)} missing); give the corpus that was searched"
+            f"passage {missing[0]!r} of the run is not in the corpus ({len(missing)} missing); "
+            "give the corpus that was searched"
         )
     return rows
 
 
 def render_passages(passages: Sequence[RankedPassage]) -> str:
-    """Format each passage as two lines: rank, score, id and title; then the text. Control characters become spaces."""
+    """Format each passage as two lines: rank, score, id and title; then the text.
+
+    Control characters become spaces.
+    """
     lines = []
     for rank, passage in enumerate(passages, start=1):
         lines.append(f"{rank:3d}   {passage.score:7.4f}  {passage.id}  {passage.title}")
         lines.append(f"      {passage.text}")
-    return "\n".join("".join(letter if letter.isprintable() else " " for letter in line) for line in lines)
+    return "\n".join(
+        "".join(letter if letter.isprintable() else " " for letter in line) for line in lines
+    )

@@ -1,9 +1,11 @@
 """Write and read embedding shards: files of vectors and ids, and one manifest for all shards of a folder.
 
-The files of shard 0 are ``00000.npy`` (vectors), ``00000.ids.json`` (list of ids) and ``00000.shard.json`` (record: sizes,
-SHA-256 and the encoding job). In the format parquet, which databases and data-frame libraries can read, ``00000.parquet`` has
-the columns ``id`` (string), ``text`` (string, only on request) and ``embedding`` (fixed-size list of float16 or float32).
-``manifest.json`` is written when all shards have a record, so several processes can write one folder without communication.
+The files of shard 0 are ``00000.npy`` (vectors), ``00000.ids.json`` (list of ids) and
+``00000.shard.json`` (record: sizes, SHA-256 and the encoding job). In the format parquet, which
+databases and data-frame libraries can read, ``00000.parquet`` has the columns ``id`` (string),
+``text`` (string, only on request) and ``embedding`` (fixed-size list of float16 or float32).
+``manifest.json`` is written when all shards have a record, so several processes can write one
+folder without communication.
 """
 
 import json
@@ -30,7 +32,14 @@ BLOCK = 65_536  # number of rows that are searched or added to an index at a tim
 FILES = {"npy": ("npy", "ids.json"), "parquet": ("parquet", "parquet")}
 """Format -> file extensions of the vectors and of the ids."""
 
-_BAD_HEADER = ValueError, EOFError, SyntaxError, TypeError, OverflowError, tokenize.TokenError  # raised by np.load
+_BAD_HEADER = (
+    ValueError,
+    EOFError,
+    SyntaxError,
+    TypeError,
+    OverflowError,
+    tokenize.TokenError,
+)  # raised by np.load
 _OUR_FILES = re.compile(  # filelock may leave contaccum.lock.break.*
     r"\d{5,}\.(npy|ids\.json|parquet|shard\.json)|manifest\.json|contaccum\.lock(\.break\..+)?|\..*\.part|\.DS_Store"
 )
@@ -50,7 +59,10 @@ Shards = Sequence[Shard]
 
 @dataclass(frozen=True)
 class EncodingJob:
-    """Description of the shards in a folder: texts, encoder and format. Equal jobs have equal shards."""
+    """Description of the shards in a folder: texts, encoder and format.
+
+    Equal jobs have equal shards.
+    """
 
     kind: str  # query or passage
     encoder: str  # fingerprint of the encoder's weights and settings
@@ -84,13 +96,18 @@ class EncodingJob:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """Names, sizes and hashes of the two files of a finished shard: vectors and ids. In Parquet, one file contains both."""
+    """Names, sizes and hashes of the two files of a finished shard: vectors and ids.
+
+    In Parquet, one file contains both.
+    """
 
     vectors: str  # name of the file with the vectors
     ids: str  # name of the file with the ids
     rows: int
     dimension: int
-    bytes: dict[str, int]  # size of each file; keys: ``vectors`` and, unless one file contains both, ``ids``
+    bytes: dict[
+        str, int
+    ]  # size of each file; keys: ``vectors`` and, unless one file contains both, ``ids``
     sha256: dict[str, str]  # SHA-256 of each file; same keys as in ``bytes``
 
     def fits(self, job: EncodingJob, number: int) -> bool:
@@ -100,7 +117,10 @@ class ShardRecord:
 
     @property
     def files(self) -> dict[str, str]:
-        """Name of each file. Keys: ``vectors`` and ``ids``, or only ``vectors`` if one file contains both."""
+        """Name of each file.
+
+        Keys: ``vectors`` and ``ids``, or only ``vectors`` if one file contains both.
+        """
         return {"vectors": self.vectors} | ({"ids": self.ids} if self.ids != self.vectors else {})
 
 
@@ -122,7 +142,9 @@ class _Manifest(_JobFile):
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
-            raise ValueError(f"found format {self.format!r}; a manifest of embeddings has {FORMAT!r}")
+            raise ValueError(
+                f"found format {self.format!r}; a manifest of embeddings has {FORMAT!r}"
+            )
 
 
 def _names(number: int, job: EncodingJob) -> tuple[str, str]:
@@ -137,7 +159,8 @@ def check_folder(folder: Path, job: EncodingJob) -> None:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not _OUR_FILES.fullmatch(path.name):
             raise InputError(
-                f"{folder}: contains {path.name!r}, which is not a file of embeddings; choose an empty folder or "
+                f"{folder}: contains {path.name!r}, which is not a file of embeddings; choose an "
+                "empty folder or "
                 "a folder of embeddings"
             )
         if path.name != MANIFEST and not path.name.endswith(".shard.json"):
@@ -151,7 +174,8 @@ def check_folder(folder: Path, job: EncodingJob) -> None:
             if found[name] != value:
                 now = f"{name} {found[name]!r}, but now {value!r}"
                 raise InputError(
-                    f"{path}: belongs to other embeddings ({now}). Choose another folder, or delete this one."
+                    f"{path}: belongs to other embeddings ({now}). Choose another folder, or "
+                    "delete this one."
                 )
 
 
@@ -173,11 +197,15 @@ def started_options(folder: str | Path) -> dict[str, Any]:
 
 
 def refuse_infinite(kind: str, ids: Sequence[str], vectors: np.ndarray) -> None:
-    """Raise InputError if a vector contains NaN or infinity. The message contains the id of the first such vector."""
+    """Raise InputError if a vector contains NaN or infinity.
+
+    The message contains the id of the first such vector.
+    """
     finite = np.isfinite(vectors).all(axis=1)
     if not finite.all():
         raise InputError(
-            f"{kind} {ids[int(np.argmin(finite))]!r}: its vector contains NaN, infinity or a number too large for "
+            f"{kind} {ids[int(np.argmin(finite))]!r}: its vector contains NaN, infinity or a "
+            "number too large for "
             f"{vectors.dtype}; expected finite numbers"
         )
 
@@ -185,7 +213,8 @@ def refuse_infinite(kind: str, ids: Sequence[str], vectors: np.ndarray) -> None:
 def write_shard(folder: Path, number: int, job: EncodingJob, shard: Shard) -> None:
     """Write the vectors and the ids of a shard, then its record.
 
-    Raises InputError if a vector is not finite in the dtype of the job. The message contains the id of the vector.
+    Raises InputError if a vector is not finite in the dtype of the job. The message contains the id
+    of the vector.
     """
     for stale in folder.glob(f".{number:05d}.*.part"):  # files that a killed process left
         stale.unlink(missing_ok=True)
@@ -200,7 +229,9 @@ def write_shard(folder: Path, number: int, job: EncodingJob, shard: Shard) -> No
             np.save(file, vectors, allow_pickle=False)
     if job.format == "npy":
         write_text(folder / names[1], json.dumps(list(shard.ids), ensure_ascii=False))
-    record = ShardRecord(*names, rows=len(shard.ids), dimension=vectors.shape[1], bytes={}, sha256={})
+    record = ShardRecord(
+        *names, rows=len(shard.ids), dimension=vectors.shape[1], bytes={}, sha256={}
+    )
     for part, name in record.files.items():
         record.bytes[part] = (folder / name).stat().st_size
         record.sha256[part] = sha256_of(folder / name)
@@ -213,23 +244,38 @@ def _write_parquet(file: BinaryIO, shard: Shard) -> None:
     columns = {"id": pa.array(shard.ids, pa.string())}
     columns |= {} if shard.texts is None else {"text": pa.array(shard.texts, pa.string())}
     columns["embedding"] = pa.FixedSizeListArray.from_arrays(values, shard.vectors.shape[1])
-    pq.write_table(pa.table(columns), file, use_dictionary=False)  # if all values differ, a dictionary takes more space
+    pq.write_table(
+        pa.table(columns), file, use_dictionary=False
+    )  # if all values differ, a dictionary takes more space
 
 
-def _read_parquet(path: Path, rows: int, dimension: int, dtype: str) -> tuple[list[str], np.ndarray]:
+def _read_parquet(
+    path: Path, rows: int, dimension: int, dtype: str
+) -> tuple[list[str], np.ndarray]:
     """Return the ids and the vectors (rows, dimension) of a file that ``_write_parquet`` wrote.
 
     Raises InputError if this is not a Parquet file, or if its columns, types or sizes are wrong.
     """
-    expected = f"; expected {rows} rows with the columns id (string) and embedding ({dtype}, {dimension} numbers)"
+    expected = (
+        f"; expected {rows} rows with the columns id (string) and embedding ({dtype}, "
+        f"{dimension} numbers)"
+    )
     with (
-        library_errors(f"{path}: not a Parquet file", pa.ArrowException, OSError, OverflowError, fix=expected),
+        library_errors(
+            f"{path}: not a Parquet file", pa.ArrowException, OSError, OverflowError, fix=expected
+        ),
         pq.ParquetFile(path) as file,
     ):
         kind = pa.list_(pa.from_numpy_dtype(dtype), dimension)
         found = {field.name: field.type for field in file.schema_arrow}
-        if (file.metadata.num_rows, found.get("id"), found.get("embedding")) != (rows, pa.string(), kind):
-            raise InputError(f"{path}: has {file.metadata.num_rows} rows with the columns {found}{expected}")
+        if (file.metadata.num_rows, found.get("id"), found.get("embedding")) != (
+            rows,
+            pa.string(),
+            kind,
+        ):
+            raise InputError(
+                f"{path}: has {file.metadata.num_rows} rows with the columns {found}{expected}"
+            )
         table = file.read(["id", "embedding"])
     vectors = table["embedding"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
     return table["id"].to_pylist(), vectors.reshape(rows, dimension)
@@ -258,8 +304,15 @@ def read_record(folder: Path, number: int, job: EncodingJob) -> ShardRecord | No
 
 
 def write_manifest(folder: Path, job: EncodingJob) -> bool:
-    """Write ``manifest.json`` from the records and return True. If a shard has no record yet, return False instead."""
-    records = [record for number in range(job.count) if (record := read_record(folder, number, job)) is not None]
+    """Write ``manifest.json`` from the records and return True.
+
+    If a shard has no record yet, return False instead.
+    """
+    records = [
+        record
+        for number in range(job.count)
+        if (record := read_record(folder, number, job)) is not None
+    ]
     if len(records) < job.count:
         return False
     manifest = {
@@ -276,9 +329,10 @@ def write_manifest(folder: Path, job: EncodingJob) -> bool:
 class ShardFolder(Sequence[Shard]):
     """Shards of a finished folder. The hashes of a shard are checked when the shard is first read.
 
-    Vectors in .npy files are memory-mapped. A Parquet file is read into memory at each access to its shard. encoder, source:
-    expected fingerprints of the encoder and the texts; None accepts any. rank, world: use only part ``rank`` of ``world`` parts
-    of consecutive shards. Raises InputError if the manifest is invalid or has other fingerprints, or if a damaged shard is read.
+    Vectors in .npy files are memory-mapped. A Parquet file is read into memory at each access to
+    its shard. encoder, source: expected fingerprints of the encoder and the texts; None accepts
+    any. rank, world: use only part ``rank`` of ``world`` parts of consecutive shards. Raises
+    InputError if the manifest is invalid or has other fingerprints, or if a damaged shard is read.
     """
 
     def __init__(
@@ -294,39 +348,52 @@ class ShardFolder(Sequence[Shard]):
         path = self.folder / MANIFEST
         if not path.is_file():
             finished = len(list(self.folder.glob("*.shard.json")))
-            state = f"{finished} shards are finished, others are missing" if finished else "no embeddings"
-            raise InputError(f"{self.folder}: has no {MANIFEST} ({state}). Run `contaccum encode` to the end.")
+            state = (
+                f"{finished} shards are finished, others are missing"
+                if finished
+                else "no embeddings"
+            )
+            raise InputError(
+                f"{self.folder}: has no {MANIFEST} ({state}). Run `contaccum encode` to the end."
+            )
         manifest = read_json(path, _Manifest, version=VERSION)
         self.job, self.dimension, self._records = manifest.job, manifest.dimension, manifest.shards
         if len(self._records) != self.job.count:
             raise InputError(
-                f"{path}: lists {len(self._records)} shards, but its job has {self.job.count}. Encode the texts again."
+                f"{path}: lists {len(self._records)} shards, but its job has {self.job.count}. "
+                "Encode the texts again."
             )
         for number, record in enumerate(self._records):
             if not record.fits(self.job, number) or record.dimension != self.dimension:
                 start, stop = self.job.span(number)
                 raise InputError(
-                    f"{path}: shards[{number}] is {record.vectors} with {record.rows} vectors of dimension {record.dimension}; "
-                    f"expected {_names(number, self.job)[0]} with {stop - start} vectors of dimension {self.dimension}"
+                    f"{path}: shards[{number}] is {record.vectors} with {record.rows} vectors of "
+                    f"dimension {record.dimension}; "
+                    f"expected {_names(number, self.job)[0]} with {stop - start} vectors of "
+                    f"dimension {self.dimension}"
                 )
         count = len(self._records)
         self._numbers = range(count * rank // world, count * (rank + 1) // world)
         self._checked: set[int] = set()
         if encoder is not None and self.job.encoder != encoder:
             raise InputError(
-                f"{path}: these embeddings were made by a different encoder (encoder {self.job.encoder!r}, not {encoder!r}). "
+                f"{path}: these embeddings were made by a different encoder (encoder "
+                f"{self.job.encoder!r}, not {encoder!r}). "
                 "Use another folder."
             )
         if source is not None and self.job.source != source:
             raise InputError(
-                f"{path}: these embeddings were made from different data (source {self.job.source!r}, not {source!r}). "
+                f"{path}: these embeddings were made from different data (source "
+                f"{self.job.source!r}, not {source!r}). "
                 "Use another folder."
             )
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __iter__(self) -> Iterator[Shard]:  # the inherited method would treat an IndexError as the end
+    def __iter__(
+        self,
+    ) -> Iterator[Shard]:  # the inherited method would treat an IndexError as the end
         return map(self.__getitem__, range(len(self)))
 
     @property
@@ -343,7 +410,9 @@ class ShardFolder(Sequence[Shard]):
         record = self._records[number]
         if number not in self._checked:
             if fault := damage(self.folder, record):
-                raise InputError(f"{fault}. Run `contaccum encode` again to repair it, or delete the folder.")
+                raise InputError(
+                    f"{fault}. Run `contaccum encode` again to repair it, or delete the folder."
+                )
             self._checked.add(number)
         path, shape = self.folder / record.vectors, (record.rows, self.dimension)
         if self.job.format == "parquet":
@@ -353,7 +422,8 @@ class ShardFolder(Sequence[Shard]):
         ids = read_json(self.folder / record.ids, list[str], max_bytes=record.bytes["ids"])
         if (vectors.shape, vectors.dtype, len(ids)) != (shape, self.job.dtype, len(vectors)):
             raise InputError(
-                f"{path}: contains {vectors.dtype} vectors of shape {vectors.shape}, with {len(ids)} ids in {record.ids}; "
+                f"{path}: contains {vectors.dtype} vectors of shape {vectors.shape}, with "
+                f"{len(ids)} ids in {record.ids}; "
                 f"expected {self.job.dtype} vectors of shape {shape}, each with an id"
             )
         return Shard(ids, vectors)
@@ -361,7 +431,11 @@ class ShardFolder(Sequence[Shard]):
 
 def count_rows(shards: Shards) -> int:
     """Return the number of rows in all shards. For a ShardFolder this reads no shard."""
-    return shards.rows if isinstance(shards, ShardFolder) else sum(len(shard.vectors) for shard in shards)
+    return (
+        shards.rows
+        if isinstance(shards, ShardFolder)
+        else sum(len(shard.vectors) for shard in shards)
+    )
 
 
 def row_blocks(shards: Iterable[Shard], dtype: Any = None) -> Iterator[Shard]:

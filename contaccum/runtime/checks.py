@@ -11,8 +11,8 @@ from contaccum.errors import InputError
 def require_utf8(text: str, where: str) -> str:
     """Return ``text`` if it is a string that can be encoded as UTF-8, else raise InputError.
 
-    where: name of the text in the error message. A command line can contain bytes that are not UTF-8.
-    Python turns each of them into a lone surrogate, which UTF-8 cannot encode.
+    where: name of the text in the error message. A command line can contain bytes that are not
+    UTF-8. Python turns each of them into a lone surrogate, which UTF-8 cannot encode.
     """
     if not isinstance(text, str):
         raise InputError(f"{where}: found {type(text).__name__}; expected a text")
@@ -21,13 +21,19 @@ def require_utf8(text: str, where: str) -> str:
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         is_byte = 0xDC80 <= code <= 0xDCFF
-        found = f"byte 0x{code - 0xDC00:02x} is not UTF-8" if is_byte else "found half a character (a lone surrogate)"
+        found = (
+            f"byte 0x{code - 0xDC00:02x} is not UTF-8"
+            if is_byte
+            else "found half a character (a lone surrogate)"
+        )
         raise InputError(f"{where}: {found}; the text must be valid UTF-8") from error
     return text
 
 
 def require_texts(texts: Iterable[str], what: str, prefix: str) -> list[str]:
-    """Return the texts as a list, each after ``prefix``. Raise InputError if ``texts`` is one string or a mapping.
+    """Return the texts as a list, each after ``prefix``.
+
+    Raise InputError if ``texts`` is one string or a mapping.
 
     what: kind of the texts in error messages, such as query.
     """
@@ -41,7 +47,9 @@ def require_texts(texts: Iterable[str], what: str, prefix: str) -> list[str]:
 def require_queries(queries: Mapping[str, str]) -> None:
     """Raise InputError unless ``queries`` maps query ids to valid texts."""
     if not isinstance(queries, Mapping):
-        raise InputError(f"queries is a {type(queries).__name__}; expected a mapping from query id to text")
+        raise InputError(
+            f"queries is a {type(queries).__name__}; expected a mapping from query id to text"
+        )
     for query_id, text in queries.items():
         require_utf8(text, f"query {query_id!a}")
 
@@ -49,21 +57,27 @@ def require_queries(queries: Mapping[str, str]) -> None:
 def require_fast(tokenizer: Any) -> None:
     """Raise InputError unless ``tokenizer`` is a fast tokenizer (one that uses the library ``tokenizers``)."""
     if not tokenizer.is_fast:
-        raise InputError(f"{tokenizer.name_or_path!r} has no fast tokenizer; contaccum needs one (tokenizer.json)")
+        raise InputError(
+            f"{tokenizer.name_or_path!r} has no fast tokenizer; contaccum needs one "
+            "(tokenizer.json)"
+        )
 
 
 def require_known_ids(largest: int, vocabulary: int | None, tokenizer: Any) -> None:
     """Raise InputError if ``largest``, the largest token id in some texts, has no word embedding.
 
-    vocabulary: number of word embeddings. If it is None (unknown), nothing is checked. In some published
-    tokenizers, added tokens have no embedding. So the ids of the texts are checked, not the vocabulary of the tokenizer.
+    vocabulary: number of word embeddings. If it is None (unknown), nothing is checked. In some
+    published tokenizers, added tokens have no embedding. So the ids of the texts are checked, not
+    the vocabulary of the tokenizer.
     """
     if vocabulary is not None and largest >= vocabulary:
         token = tokenizer.convert_ids_to_tokens(largest)
         name = "no token" if token is None else ascii(token)
         raise InputError(
-            f"{tokenizer.name_or_path}: the tokenizer gives the token id {largest} ({name}), but the encoder has {vocabulary} "
-            f"word embeddings; expected ids below {vocabulary}. Copy the files of the tokenizer again, or remove this token from "
+            f"{tokenizer.name_or_path}: the tokenizer gives the token id {largest} ({name}), but "
+            f"the encoder has {vocabulary} "
+            f"word embeddings; expected ids below {vocabulary}. Copy the files of the tokenizer "
+            "again, or remove this token from "
             "the texts."
         )
 
@@ -72,14 +86,19 @@ _INPUT_FILES = (
     "corpus.jsonl*", "queries.jsonl*", "collection.tsv*", "queries.tsv*", "qrels/*", "*config*.json", "*.safetensors",
     "*tokenizer*", "modules.json", "contaccum.json", "manifest.json", "*.npy", "*.ids.json", "*.parquet",
 )  # fmt: skip
-"""File name patterns. Commands read files with such names from data set folders, model folders and vector folders."""
+"""File name patterns. Commands read files with such names from data set folders, model folders and
+vector folders."""
 
 
-def refuse_input_as_output(output: str | Path | None, *inputs: object, folder: bool = False) -> None:
-    """Raise InputError if ``output`` is one of ``inputs``. Files such as corpus.jsonl in an input folder are inputs too.
+def refuse_input_as_output(
+    output: str | Path | None, *inputs: object, folder: bool = False
+) -> None:
+    """Raise InputError if ``output`` is one of ``inputs``.
 
-    Symbolic links are followed. Inputs that are not existing paths, such as names of data sets, are not checked. folder: whether
-    ``output`` may be a folder.
+    Files such as corpus.jsonl in an input folder are inputs too.
+
+    Symbolic links are followed. Inputs that are not existing paths, such as names of data sets, are
+    not checked. folder: whether ``output`` may be a folder.
     """
     if output is None or not os.path.exists(output):
         return
@@ -87,10 +106,17 @@ def refuse_input_as_output(output: str | Path | None, *inputs: object, folder: b
         if not isinstance(each, str | Path) or not os.path.exists(each):
             continue
         depths = ("", "*/", "*/*/") if os.path.isdir(each) else ()
-        files = (path for name in _INPUT_FILES for depth in depths for path in Path(each).glob(depth + name))
+        files = (
+            path
+            for name in _INPUT_FILES
+            for depth in depths
+            for path in Path(each).glob(depth + name)
+        )
         for path in (Path(each), *files):
             if os.path.exists(path) and os.path.samefile(path, output):
-                raise InputError(f"{output}: is an input of this call ({path}); choose another output")
+                raise InputError(
+                    f"{output}: is an input of this call ({path}); choose another output"
+                )
     if not folder and not os.path.isfile(output):
         what = "a folder" if os.path.isdir(output) else "a device or a pipe"
         raise InputError(f"{output}: is {what}; expected the name of a file")

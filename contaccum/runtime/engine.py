@@ -1,8 +1,8 @@
 """Device, precision and gradients of a training process.
 
-Gradients are summed over all processes once per optimizer step. DistributedDataParallel is not used, for two reasons: it
-expects a backward pass after each forward pass, but GradCache runs all forward passes first; and it averages gradients, but
-the loss needs their sum.
+Gradients are summed over all processes once per optimizer step. DistributedDataParallel is not
+used, for two reasons: it expects a backward pass after each forward pass, but GradCache runs all
+forward passes first; and it averages gradients, but the loss needs their sum.
 """
 
 import contextlib
@@ -20,14 +20,23 @@ from contaccum.batch import ONE_TOKEN, MicroBatch, RowIds, Tokens
 from contaccum.errors import InputError
 from contaccum.runtime import sharding
 from contaccum.runtime.launch import local_place, process_place
-from contaccum.runtime.processes import Processes, encoding_device, leave_group, start_group, torch_dtype
+from contaccum.runtime.processes import (
+    Processes,
+    encoding_device,
+    leave_group,
+    start_group,
+    torch_dtype,
+)
 
 if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
 
 
 class Engine(Processes):
-    """Training operations of one process on its device. Training methods and the training loop call these operations."""
+    """Training operations of one process on its device.
+
+    Training methods and the training loop call these operations.
+    """
 
     def __init__(
         self,
@@ -41,14 +50,17 @@ class Engine(Processes):
     ) -> None:
         """Initialize the device. If there are several processes, also initialize the process group.
 
-        device: ``auto`` (CUDA, else MPS, else CPU) or ``cpu``. precision: ``fp32``, ``bf16`` or ``fp16``. bf16 and fp16
-        use autocast; the weights and the loss stay in fp32. tf32: whether to multiply fp32 matrices in TF32 on CUDA.
-        ``close`` restores the previous setting of torch. replay_share: share of the texts in the second pass.
-        timeout_minutes: maximum time to wait for other processes.
+        device: ``auto`` (CUDA, else MPS, else CPU) or ``cpu``. precision: ``fp32``, ``bf16`` or
+        ``fp16``. bf16 and fp16 use autocast; the weights and the loss stay in fp32. tf32: whether
+        to multiply fp32 matrices in TF32 on CUDA. ``close`` restores the previous setting of torch.
+        replay_share: share of the texts in the second pass. timeout_minutes: maximum time to wait
+        for other processes.
         """
         rank, world = process_place()
         super().__init__(rank, world, local_place()[0], encoding_device(device))
-        if precision == "fp16" and self.device.type == "cpu":  # torch's CPU kernels for fp16 are incomplete
+        if (
+            precision == "fp16" and self.device.type == "cpu"
+        ):  # torch's CPU kernels for fp16 are incomplete
             raise InputError("run.precision is fp16, but the device is cpu; use fp32 or bf16")
         if tf32 and self.device.type != "cuda":
             warnings.warn(f"run.tf32 has no effect on {self.device.type}", stacklevel=2)
@@ -59,11 +71,16 @@ class Engine(Processes):
         torch.backends.cuda.matmul.allow_tf32 |= tf32
         self.precision, self.seed, self.replay_share = precision, seed, replay_share
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
-        """Loss scaler of fp16. With another precision, it is disabled: its scale is 1 and its state is empty."""
+        """Loss scaler of fp16. With another precision, it is disabled: its scale is 1 and its state
+        is empty."""
         self.memory_limited = False
-        self.step = 0  # number of finished optimizer steps; seed and step determine all random numbers
+        self.step = (
+            0  # number of finished optimizer steps; seed and step determine all random numbers
+        )
         self._encoded: list[tuple[list[str], Tensor]] = []
-        self._casts_reusable = False  # whether the next pass may use the half-precision weights of the last pass
+        self._casts_reusable = (
+            False  # whether the next pass may use the half-precision weights of the last pass
+        )
         self._separate = sharding.SeparateBackward()  # only for sharded weights
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -73,7 +90,10 @@ class Engine(Processes):
         return torch.autocast(self.device.type, torch_dtype(self.precision))
 
     def shard(self, encoder: "DualEncoder", offload: bool = False) -> None:
-        """Divide the weights of ``encoder``, which is on the CPU, among all processes. Build the optimizer after this call."""
+        """Divide the weights of ``encoder``, which is on the CPU, among all processes.
+
+        Build the optimizer after this call.
+        """
         sharding.shard(self, encoder.units(), torch_dtype(self.precision), offload)
         encoder.group = self
 
@@ -85,7 +105,9 @@ class Engine(Processes):
     def prepare(self, encoder: "DualEncoder", optimizer: torch.optim.Optimizer) -> None:
         """Prepare the encoder and the optimizer for training, and copy the weights of process 0 to all other processes."""
         self.encoder = encoder
-        self.parameters = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
+        self.parameters = [
+            parameter for parameter in encoder.parameters() if parameter.requires_grad
+        ]
         if not self.sharded:
             self.copy_from_main([parameter.data for parameter in encoder.parameters()])
         self.optimizer = optimizer
@@ -94,13 +116,22 @@ class Engine(Processes):
             self.no_grad_group_size = encoder.no_grad_group_size(dropout=self.replay_share == 1)
 
     def limit_memory(self, budget: int) -> None:
-        """Limit the memory that torch allocates on the GPU to ``budget`` bytes. Memory of CUDA itself does not count."""
+        """Limit the memory that torch allocates on the GPU to ``budget`` bytes.
+
+        Memory of CUDA itself does not count.
+        """
         if self.device.type != "cuda":
-            warnings.warn(f"run.memory_budget has no effect on {self.device.type}; it needs CUDA", stacklevel=2)
+            warnings.warn(
+                f"run.memory_budget has no effect on {self.device.type}; it needs CUDA",
+                stacklevel=2,
+            )
             return
         total = torch.cuda.get_device_properties(self.device).total_memory
         if budget > total:
-            raise InputError(f"run.memory_budget is {budget} bytes, but the GPU has {total}. Set a smaller budget.")
+            raise InputError(
+                f"run.memory_budget is {budget} bytes, but the GPU has {total}. Set a smaller "
+                "budget."
+            )
         torch.cuda.set_per_process_memory_fraction(budget / total, self.device.index)
         self.memory_limited = True
 
@@ -109,16 +140,23 @@ class Engine(Processes):
         self.step = step
 
     def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield each micro-batch on the device, after seeding its dropout. All passes of a step use the same seeds."""
+        """Yield each micro-batch on the device, after seeding its dropout.
+
+        All passes of a step use the same seeds.
+        """
         # inside this outer context, autocast keeps the half-precision weights after each pass
         with torch.autocast(self.device.type, enabled=False):
             for index, batch in enumerate(micro_batches):
-                # a second pass and a resumed run repeat the noise, without reading a random state from the device
+                # a second pass and a resumed run repeat the noise, without reading a random state
+                # from the device
                 torch.manual_seed(mix(self.seed, self.step, index, self.rank))
                 yield batch.to(self.device)
 
     def join(self, micro_batches: list[MicroBatch]) -> MicroBatch:
-        """Join micro-batches into one, padded to the longest text. Rows of the same process stay next to each other."""
+        """Join micro-batches into one, padded to the longest text.
+
+        Rows of the same process stay next to each other.
+        """
         if len(micro_batches) == 1:
             return micro_batches[0]
         query, passage = self.encoder.query_tower.tokenizer, self.encoder.passage_tower.tokenizer
@@ -129,8 +167,14 @@ class Engine(Processes):
             return torch.cat(by_process, dim=1).flatten(0, 1)
 
         return MicroBatch(
-            Tokens.join([batch.queries for batch in micro_batches], query.pad_token_id, query.padding_side),
-            Tokens.join([batch.passages for batch in micro_batches], passage.pad_token_id, passage.padding_side),
+            Tokens.join(
+                [batch.queries for batch in micro_batches], query.pad_token_id, query.padding_side
+            ),
+            Tokens.join(
+                [batch.passages for batch in micro_batches],
+                passage.pad_token_id,
+                passage.padding_side,
+            ),
             RowIds.merge([batch.ids for batch in micro_batches], join_rows),
             [name for batch in micro_batches for name in batch.query_ids],
         )
@@ -138,10 +182,12 @@ class Engine(Processes):
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Encode this process's part of a micro-batch, and gather the vectors of all processes, in the order of the ranks.
 
-        Returns the gathered queries (b, d) and passages (b, 1 + H, d). Only the vectors of this process have gradients.
+        Returns the gathered queries (b, d) and passages (b, 1 + H, d). Only the vectors of this
+        process have gradients.
         """
-        # Cast the weights to half precision again unless a backward pass came last: casts of a no-grad pass have no gradient, and
-        # casts that several passes share before their backward pass would sum the gradients in half precision.
+        # Cast the weights to half precision again unless a backward pass came last: casts of a
+        # no-grad pass have no gradient, and casts that several passes share before their backward
+        # pass would sum the gradients in half precision.
         if not self._casts_reusable:
             torch.clear_autocast_cache()
         self._casts_reusable = False
@@ -151,12 +197,19 @@ class Engine(Processes):
             queries, passages = self._separate.cut(queries), self._separate.cut(passages)
         queries, passages = self.all_rows(queries), self.all_rows(passages)
         # the flags are read once per step, so that no pass waits for the device
-        self._encoded.append((batch.query_ids, torch.isfinite(queries).all() & torch.isfinite(passages).all()))
+        self._encoded.append(
+            (batch.query_ids, torch.isfinite(queries).all() & torch.isfinite(passages).all())
+        )
         return queries, passages
 
     def _first_pass_dropout(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the first pass. With partial replay, it turns off dropout, which the second pass cannot repeat."""
-        return contextlib.nullcontext() if self.replay_share == 1 else self.encoder.without_dropout()
+        """Return a context for the first pass.
+
+        With partial replay, it turns off dropout, which the second pass cannot repeat.
+        """
+        return (
+            contextlib.nullcontext() if self.replay_share == 1 else self.encoder.without_dropout()
+        )
 
     def encode_texts(self, side: int, texts: Tokens, index: int) -> Tensor:
         """Return the vectors of texts (n, d). side: 0 for queries, 1 for passages. index: seeds the dropout noise."""
@@ -164,10 +217,15 @@ class Engine(Processes):
         tower = (self.encoder.query_tower, self.encoder.passage_tower)[side]
         count = len(texts.input_ids)
         with self.autocast():
-            return self.encoder.embed(tower, (texts if count else ONE_TOKEN).to(self.device))[:count]
+            return self.encoder.embed(tower, (texts if count else ONE_TOKEN).to(self.device))[
+                :count
+            ]
 
     def equalized(self, batches: Iterable[Tensor]) -> list[Tensor]:
-        """Return the batches as a list. With sharded weights, add empty batches until all processes have equally many."""
+        """Return the batches as a list.
+
+        With sharded weights, add empty batches until all processes have equally many.
+        """
         equalized = list(batches)
         if self.sharded:
             most = self.largest(len(equalized))
@@ -184,7 +242,10 @@ class Engine(Processes):
         return mix(self.seed, self.step, index) / 2**63
 
     def backward(self, value: Tensor) -> None:
-        """Compute the gradients of ``value`` in this process. ``reduce_gradients`` later sums them over all processes."""
+        """Compute the gradients of ``value`` in this process.
+
+        ``reduce_gradients`` later sums them over all processes.
+        """
         self.scaler.scale(value).backward()
         self._separate.run()
         self._casts_reusable = True
@@ -192,22 +253,36 @@ class Engine(Processes):
     def encode_again(self, batch: MicroBatch, step: int, index: int) -> tuple[Tensor, Tensor]:
         """Encode a micro-batch of a past step again, with the current weights and the dropout noise of that step.
 
-        index: number of the micro-batch in the step. Returns the query vectors (B, d) and the passage vectors (B, 1 + H, d) of
-        this process, without gradients. The random state does not change.
+        index: number of the micro-batch in the step. Returns the query vectors (B, d) and the
+        passage vectors (B, 1 + H, d) of this process, without gradients. The random state does not
+        change.
         """
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.no_grad(), self.autocast(), self._first_pass_dropout():
+        with (
+            torch.random.fork_rng(devices),
+            torch.no_grad(),
+            self.autocast(),
+            self._first_pass_dropout(),
+        ):
             torch.manual_seed(mix(self.seed, step, index, self.rank))
             return self.encoder(batch.to(self.device))
 
     def finite_weights(self) -> bool:
         """Return whether all weights in all processes are finite."""
-        finite = all(bool(torch.isfinite(sharding.local(weight)).all()) for weight in self.encoder.parameters())
+        finite = all(
+            bool(torch.isfinite(sharding.local(weight)).all())
+            for weight in self.encoder.parameters()
+        )
         return not self.largest(int(not finite))
 
     def not_finite(self) -> list[str]:
-        """Return the query ids of the first micro-batch with NaN or infinite embeddings. Return [] if there is none."""
-        finite = torch.stack([flag for _, flag in self._encoded]).tolist()  # one transfer from the device
+        """Return the query ids of the first micro-batch with NaN or infinite embeddings.
+
+        Return [] if there is none.
+        """
+        finite = torch.stack(
+            [flag for _, flag in self._encoded]
+        ).tolist()  # one transfer from the device
         for (query_ids, _), is_finite in zip(self._encoded, finite, strict=True):
             if not is_finite:
                 return query_ids
@@ -223,7 +298,9 @@ class Engine(Processes):
         """Sum the gradients over all processes. Each optimizer step does this once."""
         if self.replay_share < 1:  # a process that replayed no text of a tower sends zeros
             for parameter in self.parameters:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = (
+                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                )
         if not self.sharded:  # with sharded weights, each backward pass has summed them
             self.sum([p.grad for p in self.parameters if p.grad is not None])
 
@@ -244,12 +321,20 @@ class Engine(Processes):
         return query, passage
 
     def clip(self, norm: float, limit: float) -> float:
-        """Scale all gradients down if ``norm``, their joint L2 norm, is above ``limit``. Return the scale factor, at most 1."""
-        torch.nn.utils.clip_grads_with_norm_(self.parameters, limit, torch.tensor(norm, device=self.device))
+        """Scale all gradients down if ``norm``, their joint L2 norm, is above ``limit``.
+
+        Return the scale factor, at most 1.
+        """
+        torch.nn.utils.clip_grads_with_norm_(
+            self.parameters, limit, torch.tensor(norm, device=self.device)
+        )
         return min(1.0, limit / norm) if norm else 1.0
 
     def update(self) -> None:
-        """Update the weights and clear the gradients. With fp16, weights stay unchanged if a gradient overflowed."""
+        """Update the weights and clear the gradients.
+
+        With fp16, weights stay unchanged if a gradient overflowed.
+        """
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.drop_step()
@@ -266,7 +351,10 @@ class Engine(Processes):
             ctypes.CDLL(None).malloc_trim(0)
 
     def load_scaler_state(self, state: dict[str, Any]) -> None:
-        """Restore the state of the loss scaler from a checkpoint. An empty state, of a run without fp16, changes nothing."""
+        """Restore the state of the loss scaler from a checkpoint.
+
+        An empty state, of a run without fp16, changes nothing.
+        """
         if state:
             self.scaler.load_state_dict(state)
 
@@ -281,4 +369,7 @@ class Engine(Processes):
 
 def mix(*numbers: int) -> int:
     """Hash several numbers to one 63-bit number, which is used as a random seed."""
-    return int.from_bytes(hashlib.sha256(",".join(map(str, numbers)).encode()).digest()[:8], "little") >> 1
+    return (
+        int.from_bytes(hashlib.sha256(",".join(map(str, numbers)).encode()).digest()[:8], "little")
+        >> 1
+    )

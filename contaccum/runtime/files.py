@@ -20,22 +20,35 @@ from safetensors import SafetensorError
 from contaccum.errors import InputError, library_errors
 from contaccum.runtime.checks import require_utf8
 
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<host>[0-9a-f]{8})-(?P<pid>\d+)\.(?P<kind>part|old|gone)", re.DOTALL)
+_LEFTOVER = re.compile(
+    r"\.(?P<name>.+)\.(?P<host>[0-9a-f]{8})-(?P<pid>\d+)\.(?P<kind>part|old|gone)", re.DOTALL
+)
 # hub:/folder is a local data set in the format of the Hub
 _URL = re.compile(r"(?!hub:)([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 MAX_JSON = 256 << 20
-"""Maximum number of bytes of a JSON file. A file with the ids of ten million passages is smaller."""
-_MAX_DIGITS = 60  # maximum number of digits of a whole number; the state of a random generator has 39
-_LONGEST = 200  # maximum number of bytes of a name; longer names are hashed, because file systems allow 255 bytes
+"""Maximum number of bytes of a JSON file. A file with the ids of ten million passages is
+smaller.
+"""
+_MAX_DIGITS = (
+    60  # maximum number of digits of a whole number; the state of a random generator has 39
+)
+# maximum number of bytes of a name; longer names are hashed, because file systems allow 255 bytes
+_LONGEST = 200
 
 
 def _temporary_path(path: Path, kind: str) -> Path:
-    """Return a hidden path in the folder of ``path``. No other process, on this or another machine, uses the hidden path."""
+    """Return a hidden path in the folder of ``path``.
+
+    No other process, on this or another machine, uses the hidden path.
+    """
     return require_name(path).with_name(f".{_short(path.name)}.{_host()}-{os.getpid()}.{kind}")
 
 
 def require_name(path: Path) -> Path:
-    """Return ``path``. Raise InputError if its last part is not a name, as in ``.``, ``..`` and ``/``."""
+    """Return ``path``.
+
+    Raise InputError if its last part is not a name, as in ``.``, ``..`` and ``/``.
+    """
     if path.name in ("", ".."):
         raise InputError(f"{path}: this folder cannot be replaced; choose a new path")
     return path
@@ -51,16 +64,20 @@ def _host() -> str:
 
 
 def is_leftover(name: str) -> bool:
-    """Return whether ``name`` has the form of a temporary file or folder of contaccum. A running process may still use it."""
+    """Return whether ``name`` has the form of a temporary file or folder of contaccum.
+
+    A running process may still use it.
+    """
     return _LEFTOVER.fullmatch(name) is not None
 
 
 def sweep(folder: str | Path, name: str | None = None, shared: bool = False) -> None:
     """Remove the temporary files and folders that killed processes left in ``folder``, if ``folder`` exists.
 
-    To replace a folder, a process first moves the old folder away. If it was killed before the new folder was in place, the
-    old folder is moved back. name: remove only what belongs to the file or folder ``name``. shared: other processes may be
-    writing in ``folder``, so remove only the files of dead processes of this machine.
+    To replace a folder, a process first moves the old folder away. If it was killed before the new
+    folder was in place, the old folder is moved back. name: remove only what belongs to the file or
+    folder ``name``. shared: other processes may be writing in ``folder``, so remove only the files
+    of dead processes of this machine.
     """
     if not os.path.isdir(folder):
         return
@@ -81,7 +98,10 @@ def sweep(folder: str | Path, name: str | None = None, shared: bool = False) -> 
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder, or a link to a folder. First rename it, so that no half-deleted folder has the name ``path``."""
+    """Delete a folder, or a link to a folder.
+
+    First rename it, so that no half-deleted folder has the name ``path``.
+    """
     gone = _temporary_path(path, "gone")
     os.replace(path, gone)
     if gone.is_symlink():
@@ -96,14 +116,18 @@ def refuse_url(path: str | Path) -> None:
     if address:
         scheme, rest = address.groups()
         raise InputError(
-            f"{scheme}://{rest}: an address with the scheme {scheme} is not a local path. Mount the storage as a folder, for "
+            f"{scheme}://{rest}: an address with the scheme {scheme} is not a local path. Mount "
+            "the storage as a folder, for "
             "example with rclone mount, and use the folder."
         )
 
 
 @contextmanager
 def created_folder(path: Path) -> Iterator[None]:
-    """Create a folder and its missing parents. At the end of the ``with`` block, remove the created folders that are empty."""
+    """Create a folder and its missing parents.
+
+    At the end of the ``with`` block, remove the created folders that are empty.
+    """
     refuse_url(path)
     missing: list[Path] = []
     try:
@@ -127,22 +151,30 @@ def created_folder(path: Path) -> Iterator[None]:
 def write_errors(path: str | Path) -> Iterator[None]:
     """Raise InputError if ``path`` cannot be written inside the ``with`` block.
 
-    If ``path`` is in the temporary folder of ``whole_folder``, this function passes the original error on. ``whole_folder`` then
-    raises an InputError that names the final folder.
+    If ``path`` is in the temporary folder of ``whole_folder``, this function passes the original
+    error on. ``whole_folder`` then raises an InputError that names the final folder.
     """
     try:
         yield
-    except (OSError, SafetensorError) as error:  # if the disk is full, safetensors raises SafetensorError
+    except (
+        OSError,
+        SafetensorError,
+    ) as error:  # if the disk is full, safetensors raises SafetensorError
         if _is_unfinished(Path(path)):
             raise
-        raise InputError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
+        raise InputError(
+            f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})"
+        ) from error
 
 
 def _sync(path: Path) -> None:
-    """Flush the content of a file, or the directory entries of a folder, to disk. Flushed data survives a power cut.
+    """Flush the content of a file, or the directory entries of a folder, to disk.
 
-    Nothing is flushed inside the temporary folder of ``whole_folder``, because ``whole_folder`` flushes all files at its end.
-    File systems that cannot flush, such as mounts of object stores, cause no error.
+    Flushed data survives a power cut.
+
+    Nothing is flushed inside the temporary folder of ``whole_folder``, because ``whole_folder``
+    flushes all files at its end. File systems that cannot flush, such as mounts of object stores,
+    cause no error.
     """
     if _is_unfinished(path):
         return
@@ -172,10 +204,13 @@ def _linked(path: str | Path) -> Path:
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[BinaryIO]:
-    """Yield a temporary binary file. At the end of the ``with`` block, flush it to disk and rename it to ``path``.
+    """Yield a temporary binary file.
 
-    If the block raises an error, the temporary file is removed. If ``path`` is a symbolic link, the target of the link is
-    replaced. Raises InputError if the disk is full, the folder cannot be written, or ``path`` is a device such as /dev/null.
+    At the end of the ``with`` block, flush it to disk and rename it to ``path``.
+
+    If the block raises an error, the temporary file is removed. If ``path`` is a symbolic link, the
+    target of the link is replaced. Raises InputError if the disk is full, the folder cannot be
+    written, or ``path`` is a device such as /dev/null.
     """
     path = _linked(path)
     part = _temporary_path(path, "part")
@@ -186,7 +221,9 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
             sweep(path.parent, path.name, shared=True)
         cleanup.callback(part.unlink, missing_ok=True)
         part.unlink(missing_ok=True)
-        with open(part, "xb") as file:  # in a shared folder, somebody could make this name a link to one of our files
+        with open(
+            part, "xb"
+        ) as file:  # in a shared folder, somebody could make this name a link to one of our files
             yield file
         _sync(part)
         os.replace(part, path)
@@ -194,24 +231,33 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write ``text`` to a file in UTF-8. After an error or a crash, the file has the old or the new content, never a part."""
+    """Write ``text`` to a file in UTF-8.
+
+    After an error or a crash, the file has the old or the new content, never a part.
+    """
     with whole_file(path) as file:
         file.write(text.encode("utf-8"))
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` as indented JSON, atomically. Paths become texts; bytes in them that are not UTF-8 are escaped."""
+    """Write ``value`` as indented JSON, atomically.
+
+    Paths become texts; bytes in them that are not UTF-8 are escaped.
+    """
     with whole_file(path) as file:
         text = json.dumps(value, ensure_ascii=False, indent=2, default=os.fspath)
         file.write(text.encode("utf-8", "backslashreplace") + b"\n")
 
 
-def read_json(path: str | Path, type_: Any = Any, *, version: int | None = None, max_bytes: int = MAX_JSON) -> Any:
+def read_json(
+    path: str | Path, type_: Any = Any, *, version: int | None = None, max_bytes: int = MAX_JSON
+) -> Any:
     """Read a JSON file and check the types of its values.
 
-    type_: any type that msgspec knows, such as a dataclass or ``dict[str, float]``. Unknown keys of a dataclass are dropped.
-    version: the only ``format_version`` that is accepted, if the file contains one. max_bytes: maximum size of the file.
-    If the content is wrong, raises an InputError that names the file, and the line or the field.
+    type_: any type that msgspec knows, such as a dataclass or ``dict[str, float]``. Unknown keys of
+    a dataclass are dropped. version: the only ``format_version`` that is accepted, if the file
+    contains one. max_bytes: maximum size of the file. If the content is wrong, raises an InputError
+    that names the file, and the line or the field.
     """
     text = read_text(path, "a JSON file", max_bytes)
     return decode_json(text, type_, str(path), version=version)
@@ -221,20 +267,28 @@ def read_text(path: str | Path, what: str, max_bytes: int = MAX_JSON) -> str:
     """Read a regular file of at most ``max_bytes`` bytes as UTF-8. what: name for error messages, such as "a JSON file"."""
     refuse_url(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a FIFO without a writer would block
+        descriptor = os.open(
+            path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+        )  # a FIFO without a writer would block
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise InputError(f"{path}: not a regular file; expected {what}")
             if status.st_size > max_bytes:
-                raise InputError(f"{path}: has {status.st_size} bytes; {what} may have at most {max_bytes}")
+                raise InputError(
+                    f"{path}: has {status.st_size} bytes; {what} may have at most {max_bytes}"
+                )
             return file.read(status.st_size).decode("utf-8-sig")  # drops a byte order mark
     except InputError:
         raise
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: byte {error.start} is not UTF-8; expected {what} in UTF-8") from error
+        raise InputError(
+            f"{path}: byte {error.start} is not UTF-8; expected {what} in UTF-8"
+        ) from error
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+        raise InputError(
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})"
+        ) from error
 
 
 def decode_json(text: str, type_: Any, where: str, *, version: int | None = None) -> Any:
@@ -245,7 +299,8 @@ def decode_json(text: str, type_: Any, where: str, *, version: int | None = None
             found = value.get("format_version", version)
             if found != version or isinstance(found, bool):
                 raise InputError(
-                    f"{where}: has format_version {found!r}, but this version of contaccum reads {version}. Use the "
+                    f"{where}: has format_version {found!r}, but this version of contaccum reads "
+                    f"{version}. Use the "
                     "version of contaccum that wrote the file."
                 )
         return check_type(value, type_, where)
@@ -292,11 +347,13 @@ def _type_error(message: str) -> str:
 
 @contextmanager
 def whole_folder(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder. At the end of the ``with`` block, flush it to disk and rename it to ``path``.
+    """Yield a temporary folder.
 
-    If the block raises an error, the temporary folder is removed. An older folder at ``path`` is deleted only after the new
-    folder has replaced it. If ``path`` is a symbolic link, the target of the link is replaced. Raises InputError if ``path`` is
-    a file.
+    At the end of the ``with`` block, flush it to disk and rename it to ``path``.
+
+    If the block raises an error, the temporary folder is removed. An older folder at ``path`` is
+    deleted only after the new folder has replaced it. If ``path`` is a symbolic link, the target of
+    the link is replaced. Raises InputError if ``path`` is a file.
     """
     path = _linked(path)
     part = _temporary_path(path, "part")
@@ -313,7 +370,9 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
             yield part
         finally:
             _filling.remove(part)
-        mode = part.stat().st_mode & 0o666  # follows the umask; safetensors writes files that only the owner can read
+        mode = (
+            part.stat().st_mode & 0o666
+        )  # follows the umask; safetensors writes files that only the owner can read
         for written in (*sorted(part.rglob("*"), key=Path.is_dir), part):  # files before folders
             if written.is_file():
                 with suppress(OSError):  # some mounts have no file modes
@@ -341,10 +400,16 @@ def sha256_of(path: str | Path) -> str:
 
 def cache_folder() -> Path:
     """Return the cache folder: $CONTACCUM_CACHE, else $XDG_CACHE_HOME/contaccum, else ~/.cache/contaccum."""
-    with library_errors("there is no home folder for the cache", RuntimeError, fix="; set CONTACCUM_CACHE to a folder"):
+    with library_errors(
+        "there is no home folder for the cache",
+        RuntimeError,
+        fix="; set CONTACCUM_CACHE to a folder",
+    ):
         path = Path(
             os.environ.get("CONTACCUM_CACHE")
             or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "contaccum"
         )
-    require_utf8(str(path), f"CONTACCUM_CACHE, {str(path)!a}")  # Arrow opens only files with UTF-8 names
+    require_utf8(
+        str(path), f"CONTACCUM_CACHE, {str(path)!a}"
+    )  # Arrow opens only files with UTF-8 names
     return path

@@ -1,6 +1,7 @@
 """Connection to the Hugging Face Hub, and files of encoders in local folders and on the Hub.
 
-The connection is checked before the first use, so that a missing network is reported at once, and again 30 s after a failure.
+The connection is checked before the first use, so that a missing network is reported at once, and
+again 30 s after a failure.
 """
 
 import os
@@ -17,11 +18,16 @@ from huggingface_hub.utils import validate_repo_id
 from contaccum.errors import library_errors
 from contaccum.runtime.files import read_json
 
-MAX_BYTES = 64 << 20  # maximum size of a JSON file of an encoder; a tokenizer with many added tokens has some MB
+MAX_BYTES = (
+    64 << 20
+)  # maximum size of a JSON file of an encoder; a tokenizer with many added tokens has some MB
 SECONDS = 4
-"""Maximum number of seconds to wait for an answer of the Hub, including the look-up of its address."""
+"""Maximum number of seconds to wait for an answer of the Hub, including the look-up of its
+address.
+"""
 AGAIN = 30
-"""Number of seconds after which the Hub is asked again, because a notebook or service outlives a lost connection."""
+"""Number of seconds after which the Hub is asked again, because a notebook or service outlives a
+lost connection."""
 
 
 def is_hub_name(text: str) -> bool:
@@ -33,11 +39,16 @@ def is_hub_name(text: str) -> bool:
     return True
 
 
-def hub_errors(problem: str, *kinds: type[BaseException], fix: str = "") -> AbstractContextManager[None]:
-    """Return a context manager for reading from the Hub. It converts errors to InputError. Arguments: see ``library_errors``.
+def hub_errors(
+    problem: str, *kinds: type[BaseException], fix: str = ""
+) -> AbstractContextManager[None]:
+    """Return a context manager for reading from the Hub.
 
-    If the Hub does not answer, this function turns on offline mode, which reads only the local cache of the Hub, until the Hub
-    answers. In online mode, the Hub library would try each file six times, for 30 seconds, and print a line for each attempt.
+    It converts errors to InputError. Arguments: see ``library_errors``.
+
+    If the Hub does not answer, this function turns on offline mode, which reads only the local
+    cache of the Hub, until the Hub answers. In online mode, the Hub library would try each file six
+    times, for 30 seconds, and print a line for each attempt.
     """
     before, _ = _failures.get(constants.ENDPOINT, ("", 0.0))
     reason = _failure(constants.ENDPOINT)
@@ -57,7 +68,10 @@ _failures: dict[str, tuple[str, float]] = {}
 
 
 def _failure(endpoint: str) -> str:
-    """Return why the Hub cannot be used, or an empty text if it answers. After a failure, it is asked again after ``AGAIN`` s."""
+    """Return why the Hub cannot be used, or an empty text if it answers.
+
+    After a failure, it is asked again after ``AGAIN`` s.
+    """
     import requests
 
     reason, asked = _failures.get(endpoint, ("", 0.0))
@@ -73,10 +87,15 @@ def _failure(endpoint: str) -> str:
             except requests.RequestException as error:
                 found.append(f"{endpoint} does not answer ({type(error).__name__})")
 
-        thread = Thread(target=ask, daemon=True)  # a thread, because the look-up of an address has no time limit
+        thread = Thread(
+            target=ask, daemon=True
+        )  # a thread, because the look-up of an address has no time limit
         thread.start()
         thread.join(SECONDS)
-        _failures[endpoint] = found[-1], time.monotonic()  # a later answer to this request changes nothing
+        _failures[endpoint] = (
+            found[-1],
+            time.monotonic(),
+        )  # a later answer to this request changes nothing
     return _failures[endpoint][0]
 
 
@@ -84,16 +103,23 @@ def loading(name: str) -> AbstractContextManager[None]:
     """Convert errors of transformers, peft and the Hub inside the ``with`` block to InputError. name: folder or Hub name."""
     if os.path.isdir(name):
         return library_errors(f"{name}: no encoder could be loaded from this folder", Exception)
-    return hub_errors(f"{name}: no folder has this name, and no encoder could be loaded from the Hub", Exception)
+    return hub_errors(
+        f"{name}: no folder has this name, and no encoder could be loaded from the Hub", Exception
+    )
 
 
 def optional_json(name: str, file: str, type_: Any, version: int | None = None) -> Any:
-    """Return the content of a JSON file in the folder or Hub repository of an encoder. Return None if there is no such file.
+    """Return the content of a JSON file in the folder or Hub repository of an encoder.
 
-    Raises InputError if the content has a wrong type, if the file has more than ``MAX_BYTES`` bytes, or if it is not a regular
-    file. type_ and version: see ``read_json``.
+    Return None if there is no such file.
+
+    Raises InputError if the content has a wrong type, if the file has more than ``MAX_BYTES``
+    bytes, or if it is not a regular file. type_ and version: see ``read_json``.
     """
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    quiet = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
     from transformers.utils import cached_file  # not at the top: data sets do not need transformers
 
     path: str | None = os.path.join(name, file)

@@ -15,9 +15,12 @@ from typing import Any
 from contaccum.errors import InputError, Interrupted
 
 _LAUNCH_HELP = (
-    "Start the processes with torchrun or accelerate launch. With another launcher, set RANK, LOCAL_RANK, WORLD_SIZE, "
-    "MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port on that host). With srun, copy the first three from "
-    "SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS. With mpirun, copy them from OMPI_COMM_WORLD_RANK, "
+    "Start the processes with torchrun or accelerate launch. With another launcher, set RANK, "
+    "LOCAL_RANK, WORLD_SIZE, "
+    "MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port on that host). With srun, copy "
+    "the first three from "
+    "SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS. With mpirun, copy them from "
+    "OMPI_COMM_WORLD_RANK, "
     "OMPI_COMM_WORLD_LOCAL_RANK and OMPI_COMM_WORLD_SIZE."
 )
 
@@ -38,7 +41,10 @@ def process_place() -> tuple[int, int]:
 
 
 def local_place() -> tuple[int, int]:
-    """Return the rank of this process on its machine, and the number of processes there. Without a launcher: (0, 1)."""
+    """Return the rank of this process on its machine, and the number of processes there.
+
+    Without a launcher: (0, 1).
+    """
     rank, world = process_place()
     here = _variable("LOCAL_WORLD_SIZE", world, 1, world)
     return _variable("LOCAL_RANK", rank, 0, world - 1), here
@@ -51,7 +57,10 @@ def require_one_process(command: str) -> None:
 
 
 def check_launch() -> int:
-    """Return the number of processes. Raise InputError if a variable of the launcher is invalid or missing."""
+    """Return the number of processes.
+
+    Raise InputError if a variable of the launcher is invalid or missing.
+    """
     local_place()
     world = process_place()[1]
     if world > 1:
@@ -62,7 +71,8 @@ def check_launch() -> int:
     # accelerate launch sets the port only for several processes
     elif {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= os.environ.keys() and "RANK" not in os.environ:
         raise InputError(
-            "accelerate launch started one process instead of several: on CPUs, it needs MPI to start several. Use "
+            "accelerate launch started one process instead of several: on CPUs, it needs MPI to "
+            "start several. Use "
             "torchrun --nproc_per_node N."
         )
     return world
@@ -79,7 +89,8 @@ _SHARDING = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
 }
-"""Environment variable that ``accelerate launch`` sets for sharded models -> sharding library or setting."""
+"""Environment variable that ``accelerate launch`` sets for sharded models -> sharding library or
+setting."""
 
 
 def refuse_ignored_launch(precision: str) -> None:
@@ -87,19 +98,24 @@ def refuse_ignored_launch(precision: str) -> None:
     for variable, name in _SHARDING.items():
         if os.environ.get(variable, "false").lower() == "true":
             raise InputError(
-                f"accelerate launch was configured for {name}, which has no effect here. If the model does not fit on "
-                "one device, start with torchrun or accelerate launch --multi_gpu, and set run.sharding to fsdp."
+                f"accelerate launch was configured for {name}, which has no effect here. If the "
+                "model does not fit on "
+                "one device, start with torchrun or accelerate launch --multi_gpu, and set "
+                "run.sharding to fsdp."
             )
     mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if mixed not in ("no", precision):
         raise InputError(
-            f"accelerate launch was given --mixed_precision {mixed}, but run.precision is {precision}. Set "
-            "run.precision, or remove the option from the command line or from accelerate's config file."
+            f"accelerate launch was given --mixed_precision {mixed}, but run.precision is "
+            f"{precision}. Set "
+            "run.precision, or remove the option from the command line or from accelerate's config "
+            "file."
         )
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if backend != "no":
         raise InputError(
-            f"accelerate launch was given --dynamo_backend {backend}, which has no effect here. Use run.compile "
+            f"accelerate launch was given --dynamo_backend {backend}, which has no effect here. "
+            "Use run.compile "
             "instead, and remove the option from the command line or from accelerate's config file."
         )
 
@@ -107,12 +123,14 @@ def refuse_ignored_launch(precision: str) -> None:
 class StopSignals:
     """Context manager that handles Ctrl-C and SIGTERM.
 
-    Inside a ``deferred`` block, the first signal only sets ``received`` to the number of the signal, so that the block can finish
-    its work. A second signal ends the process at once, but a second Ctrl-C in a program that is not the command line raises
-    KeyboardInterrupt. Outside such a block, the effect depends on the number of processes. In a single process, the first signal
-    raises Interrupted, and a second signal ends the process at once. With several processes, every signal has its usual effect:
-    Ctrl-C raises KeyboardInterrupt, and SIGTERM ends the process. Interrupted is not used there, because a process that waits for
-    others inside a library could not react to it.
+    Inside a ``deferred`` block, the first signal only sets ``received`` to the number of the
+    signal, so that the block can finish its work. A second signal ends the process at once, but a
+    second Ctrl-C in a program that is not the command line raises KeyboardInterrupt. Outside such a
+    block, the effect depends on the number of processes. In a single process, the first signal
+    raises Interrupted, and a second signal ends the process at once. With several processes, every
+    signal has its usual effect: Ctrl-C raises KeyboardInterrupt, and SIGTERM ends the process.
+    Interrupted is not used there, because a process that waits for others inside a library could
+    not react to it.
     """
 
     def __init__(self) -> None:
@@ -126,13 +144,18 @@ class StopSignals:
         return self
 
     def _handle(self) -> None:
-        if threading.current_thread() is threading.main_thread():  # in Python, only the main thread can handle signals
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # in Python, only the main thread can handle signals
             for number in (signal.SIGINT, signal.SIGTERM):
                 self.before.setdefault(number, signal.signal(number, self._note))
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Do not stop at the first signal: only set ``received``. The ``with`` block must check ``received`` and stop itself."""
+        """Do not stop at the first signal: only set ``received``.
+
+        The ``with`` block must check ``received`` and stop itself.
+        """
         self._handle()
         self._deferred = True
         try:
@@ -144,14 +167,22 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received:
-            if self._deferred and self.before.get(number) is signal.default_int_handler and process_place()[1] == 1:
-                raise KeyboardInterrupt  # in a program that called ``train``, such as a notebook, which should not end
+            if (
+                self._deferred
+                and self.before.get(number) is signal.default_int_handler
+                and process_place()[1] == 1
+            ):
+                # in a program that called ``train``, such as a notebook, which should not end
+                raise KeyboardInterrupt
             os._exit(128 + number)
         self.received = number
         if not self._deferred:
             raise Interrupted(number, f"stopped by {signal.Signals(number).name}")
         if is_main():
-            print("stopping after this step and a checkpoint (send the signal again to stop at once)", file=sys.stderr)
+            print(
+                "stopping after this step and a checkpoint (send the signal again to stop at once)",
+                file=sys.stderr,
+            )
 
     def __exit__(self, *error: object) -> None:
         self._restore()

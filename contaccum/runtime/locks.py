@@ -1,8 +1,9 @@
 """Lock files, so that only one run uses a folder and only one process builds a cache folder.
 
-``filelock.SoftFileLock`` creates the lock file, also on NFS. The file contains the process number, the host and the start time
-of the process that holds the lock. SoftFileLock takes over the lock of a dead process of this machine. SoftFileLock cannot see
-the processes of other machines and containers.
+``filelock.SoftFileLock`` creates the lock file, also on NFS. The file contains the process number,
+the host and the start time of the process that holds the lock. SoftFileLock takes over the lock of
+a dead process of this machine. SoftFileLock cannot see the processes of other machines and
+containers.
 """
 
 import sys
@@ -17,15 +18,18 @@ from contaccum.errors import InputError
 from contaccum.runtime.files import created_folder, write_errors
 
 LOCK_FILE = "contaccum.lock"
-_PATIENCE = 3.0  # seconds to wait; after 2 seconds, filelock takes over a lock file without a process number
+# seconds to wait; after 2 seconds, filelock takes over a lock file without a process number
+_PATIENCE = 3.0
 
 
 @contextmanager
 def folder_lock(folder: str | Path) -> Iterator[None]:
-    """Lock ``folder`` for this process inside the ``with`` block. Create the folder if it is missing.
+    """Lock ``folder`` for this process inside the ``with`` block.
 
-    If the folder was missing and is empty at the end, the folder is removed. Raises InputError if another process holds the
-    lock or if the folder cannot be written.
+    Create the folder if it is missing.
+
+    If the folder was missing and is empty at the end, the folder is removed. Raises InputError if
+    another process holds the lock or if the folder cannot be written.
     """
     path = Path(folder) / LOCK_FILE
     lock = SoftFileLock(path)
@@ -39,9 +43,12 @@ def folder_lock(folder: str | Path) -> Iterator[None]:
 
 @contextmanager
 def waiting_lock(path: Path, message: str = "", after: float = 10.0) -> Iterator[None]:
-    """Lock the file ``path`` for this process inside the ``with`` block. Wait while another process holds the lock.
+    """Lock the file ``path`` for this process inside the ``with`` block.
 
-    After ``after`` seconds of waiting, print which process holds the lock (process number and host), followed by ``message``.
+    Wait while another process holds the lock.
+
+    After ``after`` seconds of waiting, print which process holds the lock (process number and
+    host), followed by ``message``.
     """
     lock = SoftFileLock(path)
     with write_errors(path):
@@ -60,12 +67,16 @@ def waiting_lock(path: Path, message: str = "", after: float = 10.0) -> Iterator
 
 
 def _acquire(lock: SoftFileLock, path: Path) -> None:
-    """Acquire the lock, or raise InputError if another process has it. Wait a few seconds if the file has no process number."""
+    """Acquire the lock, or raise InputError if another process has it.
+
+    Wait a few seconds if the file has no process number.
+    """
     before = _holder(path) if path.exists() else ""
     with write_errors(path):
         try:
             try:
-                # a file without a process number is not complete yet, or filelock has just removed the file of a dead process
+                # a file without a process number is not complete yet, or filelock has just removed
+                # the file of a dead process
                 lock.acquire(timeout=_PATIENCE, cancel_check=lambda: lock.pid is not None)
             except Timeout:
                 if not _remove_empty(path):
@@ -73,7 +84,8 @@ def _acquire(lock: SoftFileLock, path: Path) -> None:
                 lock.acquire(timeout=0)
         except Timeout as error:
             raise InputError(
-                f"{path}: {_holder(path)} is using the folder of this lock file. If that process has ended, delete the lock "
+                f"{path}: {_holder(path)} is using the folder of this lock file. If that process "
+                "has ended, delete the lock "
                 "file. Otherwise, wait until it ends, or choose another folder."
             ) from error
     if before:

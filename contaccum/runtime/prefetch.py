@@ -11,8 +11,8 @@ Item = TypeVar("Item")
 def prefetch(items: Iterable[Item], depth: int = 2) -> Generator[Item, None, None]:
     """Yield ``items``, while a background thread prepares the next ``depth + 1`` items.
 
-    An error of ``items`` is raised after all earlier items. Closing the generator ends the thread, which first finishes the item
-    that it is preparing.
+    An error of ``items`` is raised after all earlier items. Closing the generator ends the thread,
+    which first finishes the item that it is preparing.
     """
     iterator = iter(items)
     end = object()

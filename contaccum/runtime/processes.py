@@ -1,6 +1,9 @@
-"""Processes of one launch: messages between them, device and memory. Only this file and sharding.py import torch.distributed.
+"""Processes of one launch: messages between them, device and memory.
 
-A launcher (torchrun or accelerate launch) starts the processes. If one process fails, the launcher stops all processes.
+Only this file and sharding.py import torch.distributed.
+
+A launcher (torchrun or accelerate launch) starts the processes. If one process fails, the launcher
+stops all processes.
 """
 
 import contextlib
@@ -23,13 +26,17 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from contaccum.errors import InputError, Interrupted
 from contaccum.runtime.launch import local_place, process_place
 
-MESSAGE_BYTES = 25 * 2**20  # size of a message with gradients; DistributedDataParallel has the same default
+MESSAGE_BYTES = (
+    25 * 2**20
+)  # size of a message with gradients; DistributedDataParallel has the same default
 
 
 class Processes:
     """Rank of this process among the ``world`` (W) processes of a launch, and exchange of data with the other processes."""
 
-    def __init__(self, rank: int = 0, world: int = 1, local_rank: int = 0, device: torch.device | None = None) -> None:
+    def __init__(
+        self, rank: int = 0, world: int = 1, local_rank: int = 0, device: torch.device | None = None
+    ) -> None:
         """rank: 0 to world - 1. local_rank: rank on this machine. device: device for messages; the backend gloo needs the CPU."""
         self.rank, self.world, self.local_rank = rank, world, local_rank
         self.device = device or torch.device("cpu")
@@ -42,7 +49,9 @@ class Processes:
     def barrier(self) -> None:
         """Wait until all processes have called this function."""
         if self.world > 1:
-            dist.barrier(device_ids=[self.device.index or 0] if self.device.type == "cuda" else None)
+            dist.barrier(
+                device_ids=[self.device.index or 0] if self.device.type == "cuda" else None
+            )
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
@@ -58,7 +67,10 @@ class Processes:
             self.barrier()
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return ``tensor`` of every process, in the order of the ranks. All must have the same shape."""
+        """Return ``tensor`` of every process, in the order of the ranks.
+
+        All must have the same shape.
+        """
         if self.world == 1:
             return [tensor]
         gathered = [torch.empty_like(tensor) for _ in range(self.world)]
@@ -66,7 +78,10 @@ class Processes:
         return gathered
 
     def all_rows(self, rows: Tensor) -> Tensor:
-        """Concatenate the ``rows`` of all processes, by rank. Only those of this process have a gradient."""
+        """Concatenate the ``rows`` of all processes, by rank.
+
+        Only those of this process have a gradient.
+        """
         if self.world == 1:
             return rows
         gathered = self.gather(rows.detach())
@@ -74,21 +89,34 @@ class Processes:
         return torch.cat(gathered)
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Return ``content`` of every process, in the order of the ranks. The lengths may differ."""
-        lengths = [int(length) for length in self.gather(torch.tensor(len(content), device=self.device))]
+        """Return ``content`` of every process, in the order of the ranks.
+
+        The lengths may differ.
+        """
+        lengths = [
+            int(length) for length in self.gather(torch.tensor(len(content), device=self.device))
+        ]
         padded = np.zeros(max(lengths), dtype=np.uint8)
         padded[: len(content)] = np.frombuffer(content, dtype=np.uint8)
         gathered = self.gather(torch.from_numpy(padded).to(self.device))
-        return [row[:length].cpu().numpy().tobytes() for row, length in zip(gathered, lengths, strict=True)]
+        return [
+            row[:length].cpu().numpy().tobytes()
+            for row, length in zip(gathered, lengths, strict=True)
+        ]
 
     def from_main(self, value: str) -> str:
         """Return in every process the ``value`` that process 0 passed to this function."""
         return self.gather_bytes(value.encode())[0].decode()
 
     def differing(self, value: str) -> str:
-        """Return a text that names the ranks whose ``value`` differs from that of rank 0. Return "" if all are equal."""
+        """Return a text that names the ranks whose ``value`` differs from that of rank 0.
+
+        Return "" if all are equal.
+        """
         digests = self.gather_bytes(hashlib.sha256(value.encode()).digest())
-        others = ", ".join(f"rank {rank}" for rank, digest in enumerate(digests) if digest != digests[0])
+        others = ", ".join(
+            f"rank {rank}" for rank, digest in enumerate(digests) if digest != digests[0]
+        )
         return f"different from rank 0: {others}" if others else ""
 
     def largest(self, value: int) -> int:
@@ -106,8 +134,8 @@ class Processes:
     def sum(self, tensors: list[Tensor]) -> None:
         """Replace each tensor by its sum over all processes.
 
-        Each message has a fixed cost, so tensors of the same data type share messages of at most ``MESSAGE_BYTES``. A larger
-        tensor is sent by itself, without a copy.
+        Each message has a fixed cost, so tensors of the same data type share messages of at most
+        ``MESSAGE_BYTES``. A larger tensor is sent by itself, without a copy.
         """
         if self.world == 1:
             return
@@ -119,8 +147,15 @@ class Processes:
                 torch._foreach_copy_(group, _unflatten_dense_tensors(message, group))
 
     def peak_memory(self) -> int:
-        """Return the peak memory in bytes, outside ``unmeasured`` blocks. GPU: allocated memory. CPU: resident memory."""
-        now = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak_resident()
+        """Return the peak memory in bytes, outside ``unmeasured`` blocks.
+
+        GPU: allocated memory. CPU: resident memory.
+        """
+        now = (
+            torch.cuda.max_memory_allocated(self.device)
+            if self.device.type == "cuda"
+            else peak_resident()
+        )
         return max(self.peak_before, now)
 
     @contextlib.contextmanager
@@ -139,7 +174,9 @@ class Processes:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
-            with contextlib.suppress(OSError):  # writing 5 resets VmHWM, see man proc_pid_clear_refs
+            with contextlib.suppress(
+                OSError
+            ):  # writing 5 resets VmHWM, see man proc_pid_clear_refs
                 Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -147,23 +184,29 @@ ALONE = Processes()
 
 
 def started_elsewhere(device: torch.device) -> Processes:
-    """Return the processes of the process group that another library started. Without a group, return a single process."""
+    """Return the processes of the process group that another library started.
+
+    Without a group, return a single process.
+    """
     if not dist.is_available() or not dist.is_initialized():
         return ALONE
     return Processes(dist.get_rank(), dist.get_world_size(), device=device)
 
 
 def start_group(device_type: str, timeout_minutes: float) -> bool:
-    """Connect the processes of a launch, unless they are connected already. Return whether this call connected them.
+    """Connect the processes of a launch, unless they are connected already.
 
-    device_type: GPUs exchange messages with NCCL, other devices with gloo. timeout_minutes: maximum time to wait for
-    other processes.
+    Return whether this call connected them.
+
+    device_type: GPUs exchange messages with NCCL, other devices with gloo. timeout_minutes: maximum
+    time to wait for other processes.
     """
     if process_place()[1] == 1 or dist.is_initialized():
         return False
     timeout = datetime.timedelta(minutes=timeout_minutes)
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-    # torch would use the same keys for every group, so a second group would read the addresses of the first one
+    # torch would use the same keys for every group, so a second group would read the addresses of
+    # the first one
     store = dist.PrefixStore(f"contaccum/group/{next(_GROUPS)}", store)
     backend = "nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
@@ -182,7 +225,8 @@ _GROUPS = itertools.count()  # all processes of a launch create the same groups 
 def joined(timeout_minutes: float) -> Iterator[Processes]:
     """Create a process group on the CPU for the ``with`` block, so that all processes of a launch can exchange results.
 
-    Without a launcher, the block gets a single process. timeout_minutes: maximum time to wait for other processes.
+    Without a launcher, the block gets a single process. timeout_minutes: maximum time to wait for
+    other processes.
     """
     rank, world = process_place()
     if world == 1:
@@ -190,11 +234,15 @@ def joined(timeout_minutes: float) -> Iterator[Processes]:
         return
     start_group("cpu", timeout_minutes)
     yield Processes(rank, world, local_place()[0])
-    leave_group()  # not called after an error: the other processes could fail before this process reports it
+    # not called after an error: the other processes could fail before this process reports it
+    leave_group()
 
 
 def run_with_error_file(command: Callable[[], None]) -> None:
-    """Run a command. Write the traceback of any error except InputError and Interrupted to torchrun's error file."""
+    """Run a command.
+
+    Write the traceback of any error except InputError and Interrupted to torchrun's error file.
+    """
 
     def run() -> InputError | Interrupted | None:
         try:
@@ -210,7 +258,8 @@ def run_with_error_file(command: Callable[[], None]) -> None:
 def first_to_say(sentence: str) -> bool:
     """Return whether this is the first call with ``sentence`` among all processes of the launch.
 
-    Also returns True if there is only one process, or if the launcher's key-value store cannot be used.
+    Also returns True if there is only one process, or if the launcher's key-value store cannot be
+    used.
     """
     _, world = process_place()
     if world == 1:
@@ -218,14 +267,19 @@ def first_to_say(sentence: str) -> bool:
     key = f"contaccum/said/{hashlib.sha256(sentence.encode()).hexdigest()}"
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=10))
+        store = dist.TCPStore(
+            address, port, is_master=False, timeout=datetime.timedelta(seconds=10)
+        )
         return store.add(key, 1) == 1
     except (KeyError, RuntimeError):  # there is no store, or the process with the store has ended
         return True
 
 
 def encoding_device(device: str) -> torch.device:
-    """Return the device of this process. ``auto`` means the GPU for this process if there is one, else MPS, else the CPU."""
+    """Return the device of this process.
+
+    ``auto`` means the GPU for this process if there is one, else MPS, else the CPU.
+    """
     if device == "auto" and torch.cuda.is_available():
         return torch.device("cuda", local_place()[0] % torch.cuda.device_count())
     if device == "auto" and torch.backends.mps.is_available():
@@ -239,7 +293,9 @@ def tensor_defaults() -> Iterator[None]:
     dtype, on_cpu = torch.get_default_dtype(), torch.get_default_device().type == "cpu"
     torch.set_default_dtype(torch.float32)
     try:
-        with contextlib.nullcontext() if on_cpu else torch.device("cpu"):  # the latter slows down every call of torch
+        with (
+            contextlib.nullcontext() if on_cpu else torch.device("cpu")
+        ):  # the latter slows down every call of torch
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -249,13 +305,20 @@ def tensor_defaults() -> Iterator[None]:
 def training_defaults() -> Iterator[None]:
     """Like ``tensor_defaults``, and also record gradients inside the ``with`` block, whatever the program set in torch.
 
-    Afterwards, torch's random number generators have their earlier states again.
-    Raises InputError inside torch.autocast, which would compute parts of the loss in half precision.
+    Afterwards, torch's random number generators have their earlier states again. Raises InputError
+    inside torch.autocast, which would compute parts of the loss in half precision.
     """
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-        raise InputError("train was called inside torch.autocast; call it outside, and set run.precision")
+        raise InputError(
+            "train was called inside torch.autocast; call it outside, and set run.precision"
+        )
     gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-    with torch.random.fork_rng(gpus), tensor_defaults(), torch.inference_mode(False), torch.enable_grad():
+    with (
+        torch.random.fork_rng(gpus),
+        tensor_defaults(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         yield
 
 
@@ -264,8 +327,13 @@ def torch_dtype(precision: str) -> torch.dtype:
 
 
 def peak_resident() -> int:
-    """Return the peak resident memory of this process in bytes. On Linux: the peak since ``Engine.reset_peak_memory``."""
+    """Return the peak resident memory of this process in bytes.
+
+    On Linux: the peak since ``Engine.reset_peak_memory``.
+    """
     status = Path("/proc/self/status")  # on Linux, ru_maxrss also contains the peak of the parent
-    if status.exists() and (found := re.search(r"^VmHWM:\s+(\d+)", status.read_text(), re.MULTILINE)):
+    if status.exists() and (
+        found := re.search(r"^VmHWM:\s+(\d+)", status.read_text(), re.MULTILINE)
+    ):
         return int(found[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS

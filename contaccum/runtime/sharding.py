@@ -1,7 +1,7 @@
 """Sharded encoders: each process holds a part of every weight, of its gradient and of its optimizer state (torch's FSDP2).
 
-A pass over a layer gathers the weights of this layer from all processes, uses them and frees them. So all processes must
-run the same number of passes, and save and load together.
+A pass over a layer gathers the weights of this layer from all processes, uses them and frees them.
+So all processes must run the same number of passes, and save and load together.
 """
 
 import json
@@ -14,43 +14,72 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from contaccum.errors import InputError
 from contaccum.runtime.processes import Processes
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.bool: "BOOL"}
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+}
 """Data types of weights, with their names in the safetensors format."""
 
 
-def shard(processes: Processes, modules: Iterable[nn.Module], dtype: torch.dtype, offload: bool = False) -> None:
+def shard(
+    processes: Processes, modules: Iterable[nn.Module], dtype: torch.dtype, offload: bool = False
+) -> None:
     """Divide the parameters of the modules among all processes, and move the parts to the device of each process.
 
-    modules: units that are gathered and freed as a whole. In the list, inner modules come before outer ones. All processes
-    get the weights of process 0. dtype: data type of the gathered weights. The parts and their gradients stay in float32.
-    offload: whether the parts and their gradients stay on the CPU.
+    modules: units that are gathered and freed as a whole. In the list, inner modules come before
+    outer ones. All processes get the weights of process 0. dtype: data type of the gathered
+    weights. The parts and their gradients stay in float32. offload: whether the parts and their
+    gradients stay on the CPU.
     """
     if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
         raise InputError(
-            f"run.sharding is fsdp, but torch is {torch.__version__}, which is too old for it. Upgrade torch."
+            f"run.sharding is fsdp, but torch is {torch.__version__}, which is too old for it. "
+            "Upgrade torch."
         )
     mesh = init_device_mesh(processes.device.type, (processes.world,))
     # autocast casts the inputs of each operation; FSDP would also cast attention masks
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     # a process without a GPU has no pinned memory
-    offload_policy = CPUOffloadPolicy(pin_memory=processes.device.type == "cuda") if offload else OffloadPolicy()
+    offload_policy = (
+        CPUOffloadPolicy(pin_memory=processes.device.type == "cuda") if offload else OffloadPolicy()
+    )
     for module in modules:
-        # one module at a time, because the device may be too small for all; those of inner modules are divided already
-        parameters = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+        # one module at a time, because the device may be too small for all; those of inner modules
+        # are divided already
+        parameters = [
+            parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)
+        ]
         for parameter in parameters:
             parameter.data = parameter.data.to(processes.device)
-            scales = getattr(parameter, "quant_state", None)  # scales of 4-bit weights are not divided
+            scales = getattr(
+                parameter, "quant_state", None
+            )  # scales of 4-bit weights are not divided
             if scales is not None:
                 scales.to(processes.device)
         processes.copy_from_main([parameter.data for parameter in parameters])
         unit = fully_shard(
-            module, mesh=mesh, reshard_after_forward=True, mp_policy=policy, offload_policy=offload_policy
+            module,
+            mesh=mesh,
+            reshard_after_forward=True,
+            mp_policy=policy,
+            offload_policy=offload_policy,
         )
         # the loss needs the sum of the gradients, but FSDP computes their mean
         unit.set_gradient_divide_factor(1.0)
@@ -60,8 +89,9 @@ def shard(processes: Processes, modules: Iterable[nn.Module], dtype: torch.dtype
 class SeparateBackward:
     """Backward pass in parts: one part for each forward pass of a tower.
 
-    FSDP divides a gradient among the processes only after autograd has summed it over all forward passes of a graph. So one
-    backward pass through several forward passes would have the full gradients of all layers in memory at once.
+    FSDP divides a gradient among the processes only after autograd has summed it over all forward
+    passes of a graph. So one backward pass through several forward passes would have the full
+    gradients of all layers in memory at once.
     """
 
     def __init__(self) -> None:
@@ -70,14 +100,18 @@ class SeparateBackward:
     def cut(self, output: Tensor) -> Tensor:
         """Return a leaf tensor with the values of ``output``.
 
-        A backward pass stops at this leaf. The method ``run`` later continues the backward pass from the leaf's gradient.
+        A backward pass stops at this leaf. The method ``run`` later continues the backward pass
+        from the leaf's gradient.
         """
         leaf = output.detach().requires_grad_()
         self.outputs.append((output, leaf))
         return leaf
 
     def run(self) -> None:
-        """Continue the backward pass from each leaf that ``cut`` returned. All processes must call ``cut`` equally often."""
+        """Continue the backward pass from each leaf that ``cut`` returned.
+
+        All processes must call ``cut`` equally often.
+        """
         while self.outputs:
             output, leaf = self.outputs.pop()
             output.backward(leaf.grad)
@@ -88,7 +122,10 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a sharded tensor that this process holds. Other tensors are returned unchanged."""
+    """Return the part of a sharded tensor that this process holds.
+
+    Other tensors are returned unchanged.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -96,21 +133,30 @@ def full(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor from all processes. Other tensors are returned unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
-    on_device = tensor.detach().to(tensor.device_mesh.device_type)  # an offloaded part is on the CPU
+    on_device = tensor.detach().to(
+        tensor.device_mesh.device_type
+    )  # an offloaded part is on the CPU
     assert isinstance(on_device, DTensor)
     return on_device.full_tensor()
 
 
 def save_full(tensors: Mapping[str, Tensor], path: Path | None) -> None:
-    """Write full tensors to a safetensors file. All processes must call this function with the same names.
+    """Write full tensors to a safetensors file.
 
-    Only one tensor is gathered at a time, so no process holds all weights. path: None in the processes that do not write.
+    All processes must call this function with the same names.
+
+    Only one tensor is gathered at a time, so no process holds all weights. path: None in the
+    processes that do not write.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the tensor data begin at a multiple of 8 bytes
     with open(path, "wb") if path is not None else nullcontext() as file:
@@ -123,17 +169,23 @@ def save_full(tensors: Mapping[str, Tensor], path: Path | None) -> None:
 
 
 def save_parts(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write sharded tensors to a folder. Each process writes one safetensors file with its parts."""
+    """Write sharded tensors to a folder.
+
+    Each process writes one safetensors file with its parts.
+    """
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     dcp.save(dict(tensors), storage_writer=writer)
 
 
 def load_parts(parameters: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """Read the optimizer tensors of ``parameters`` from the safetensors files of a folder. Return name -> tensor.
+    """Read the optimizer tensors of ``parameters`` from the safetensors files of a folder.
 
-    A name is PARAMETER:KEY, where KEY is the key of the tensor in the optimizer state of the parameter. A tensor with the shape
-    of its parameter is sharded like the parameter, and each process reads only its part. The files may come from any number
-    of processes, or from ``safetensors.torch.save_file``.
+    Return name -> tensor.
+
+    A name is PARAMETER:KEY, where KEY is the key of the tensor in the optimizer state of the
+    parameter. A tensor with the shape of its parameter is sharded like the parameter, and each
+    process reads only its part. The files may come from any number of processes, or from
+    ``safetensors.torch.save_file``.
     """
     reader = dcp.HuggingFaceStorageReader(str(folder))
     tensors: dict[str, Tensor] = {}
@@ -142,6 +194,10 @@ def load_parts(parameters: Mapping[str, Tensor], folder: Path) -> dict[str, Tens
         if parameter is not None and isinstance(saved, TensorStorageMetadata):
             dtype = saved.properties.dtype
             same = parameter.shape == saved.size
-            tensors[name] = torch.zeros_like(parameter, dtype=dtype) if same else torch.zeros(saved.size, dtype=dtype)
+            tensors[name] = (
+                torch.zeros_like(parameter, dtype=dtype)
+                if same
+                else torch.zeros(saved.size, dtype=dtype)
+            )
     dcp.load(tensors, storage_reader=reader)
     return tensors

@@ -19,7 +19,8 @@ DRIFT_SAMPLE = 4  # number of micro-batches to encode again for the drift
 class Drift:
     """Drift of the bank: the cosine between stored embeddings and new embeddings of the same texts.
 
-    The new embeddings are computed with the current weights and the old dropout noise, so only the weights differ.
+    The new embeddings are computed with the current weights and the old dropout noise, so only the
+    weights differ.
     """
 
     def __init__(self, engine: Engine, bank: Bank, batches: Batches, size: MicroBatchSize) -> None:
@@ -29,11 +30,14 @@ class Drift:
     def measure(self) -> dict[str, Any]:
         """Encode a sample of past micro-batches again, and return the drift for the log.
 
-        Returns the mean cosines of queries and of passages, for the whole sample and for each micro-batch with its age
-        (optimizer steps). Only rows of this process are measured. Returns {} if the bank contains no complete
-        micro-batch. Without sharding, only the main process measures; other processes return {}.
+        Returns the mean cosines of queries and of passages, for the whole sample and for each
+        micro-batch with its age (optimizer steps). Only rows of this process are measured. Returns
+        {} if the bank contains no complete micro-batch. Without sharding, only the main process
+        measures; other processes return {}.
         """
-        if not (self.engine.is_main or self.engine.sharded):  # a pass over sharded weights needs all processes
+        if not (
+            self.engine.is_main or self.engine.sharded
+        ):  # a pass over sharded weights needs all processes
             return {}
         self.engine.encoder.train()
         measured = []
@@ -53,8 +57,8 @@ class Drift:
     def _sample(self) -> list[tuple[int, int, torch.Tensor]]:
         """Choose some past micro-batches, evenly spread over those whose rows are all in the bank.
 
-        Choose at most DRIFT_SAMPLE. Return (optimizer step, number in that step, bank slots of the rows) for each
-        micro-batch.
+        Choose at most DRIFT_SAMPLE. Return (optimizer step, number in that step, bank slots of the
+        rows) for each micro-batch.
         """
         bank = self.bank
         steps = bank.step - bank.ages().cpu()
@@ -63,13 +67,17 @@ class Drift:
         slots = torch.from_numpy(np.lexsort((positions, steps)))
         stored_steps, counts = steps[slots].unique_consecutive(return_counts=True)
         complete: list[tuple[int, int, torch.Tensor]] = []
-        for step, slots_of_step in zip(stored_steps.tolist(), slots.split(counts.tolist()), strict=True):
+        for step, slots_of_step in zip(
+            stored_steps.tolist(), slots.split(counts.tolist()), strict=True
+        ):
             # rows of micro-batch n have the positions bounds[n] to bounds[n + 1] - 1 in their step
             bounds = [0, *accumulate(self.batches.rows_of(step, self.size.at(step)))]
             where = torch.searchsorted(positions[slots_of_step], torch.tensor(bounds)).tolist()
             for number in range(len(bounds) - 1):
                 first, last = where[number], where[number + 1]
-                if last - first == bounds[number + 1] - bounds[number]:  # else the bank has overwritten some rows
+                if (
+                    last - first == bounds[number + 1] - bounds[number]
+                ):  # else the bank has overwritten some rows
                     complete.append((step, number, slots_of_step[first:last]))
         if not complete:
             return []
@@ -82,7 +90,8 @@ class Drift:
         batch = self.batches.step(step, self.size.at(step))[number]
         queries, passages = engine.encode_again(batch, step, number)  # (B, d), (B, 1 + H, d)
         if not torch.equal(bank.column_ids[slots, 0], batch.ids.columns[:, 0]):
-            return None  # the run had another number of processes before the resume, and so other micro-batches
+            # the run had another number of processes before the resume, and so other micro-batches
+            return None
         first = engine.rank * len(queries)
         here = slots[first : first + len(queries)]  # slots of the rows of this process
         present = (bank.column_ids[here] != MISSING).to(engine.device)  # (B, 1 or 1 + H)

@@ -32,8 +32,8 @@ LOG_VERSION = 1  # ``format_version`` in the first line of log.jsonl
 def read_log(run: Path) -> list[dict[str, Any]]:
     """Return the content of a run's log: one dict for each logged step and evaluation.
 
-    Incomplete lines, which a kill or a power failure can leave, are skipped. Raises InputError if the log has another
-    format_version.
+    Incomplete lines, which a kill or a power failure can leave, are skipped. Raises InputError if
+    the log has another format_version.
     """
     path = run / LOG_FILE
     if not path.is_file():
@@ -56,8 +56,8 @@ class RunLog:
     def __init__(self, active: bool, config: TrainConfig, total: int, resumed_at: int) -> None:
         """Open the log and the trackers of a run, and remove the lines of all steps after step ``resumed_at``.
 
-        active: whether this is the main process. total: number of optimizer steps of the run. resumed_at: step at which
-        the run continues, 0 for a new run.
+        active: whether this is the main process. total: number of optimizer steps of the run.
+        resumed_at: step at which the run continues, 0 for a new run.
         """
         self.active = active
         if not active:
@@ -70,10 +70,20 @@ class RunLog:
         with write_errors(run):
             about = {"method": config.method, "seed": config.seed}
             self.trackers = [TRACKERS[name](run, about) for name in config.run.trackers]
-        self.bar = tqdm(total=total, initial=resumed_at, unit="step", disable=None, file=sys.stderr, dynamic_ncols=True)
+        self.bar = tqdm(
+            total=total,
+            initial=resumed_at,
+            unit="step",
+            disable=None,
+            file=sys.stderr,
+            dynamic_ncols=True,
+        )
 
     def step(self, values: dict[str, Any], write: bool) -> None:
-        """Advance the progress bar by one optimizer step and show ``values``. If ``write`` is true, add them to the log."""
+        """Advance the progress bar by one optimizer step and show ``values``.
+
+        If ``write`` is true, add them to the log.
+        """
         if not self.active:
             return
         self.bar.update()
@@ -86,7 +96,9 @@ class RunLog:
         self.bar.set_postfix(shown, refresh=False)
         if write:
             self._write(values)
-            numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+            numbers = {
+                name: value for name, value in values.items() if isinstance(value, (int, float))
+            }
             self._track(numbers, values["step"])
 
     def evaluation(self, step: int, scores: dict[str, float]) -> None:
@@ -117,19 +129,33 @@ class RunLog:
         for tracker in self.trackers:
             try:
                 tracker.close()
-            except Exception as error:  # the run itself may have ended well, or with an error that matters more
-                warnings.warn(f"run.trackers: {type(tracker).__name__} could not end: {error}", stacklevel=2)
+            except (
+                Exception
+            ) as error:  # the run itself may have ended well, or with an error that matters more
+                warnings.warn(
+                    f"run.trackers: {type(tracker).__name__} could not end: {error}", stacklevel=2
+                )
 
 
-def mean_losses(losses: list[LossValue], micro_batches: list[MicroBatch], step: int) -> dict[str, float]:
+def mean_losses(
+    losses: list[LossValue], micro_batches: list[MicroBatch], step: int
+) -> dict[str, float]:
     """Return the values to log for one optimizer step: the mean of ``LossValue.log`` over the losses.
 
-    losses: one loss per micro-batch, or one loss for the whole step. Each already contains the weight of its
-    micro-batch. step: number of the step for the error message. Raises NotFiniteError if a loss is NaN or infinite.
+    losses: one loss per micro-batch, or one loss for the whole step. Each already contains the
+    weight of its micro-batch. step: number of the step for the error message. Raises NotFiniteError
+    if a loss is NaN or infinite.
     """
     logged = [loss.log() for loss in losses]
-    on_device = [value.float() for values in logged for value in values.values() if isinstance(value, torch.Tensor)]
-    numbers = iter(torch.stack(on_device).tolist())  # one copy, because each copy waits for the device
+    on_device = [
+        value.float()
+        for values in logged
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    numbers = iter(
+        torch.stack(on_device).tolist()
+    )  # one copy, because each copy waits for the device
     for values in logged:
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
@@ -141,7 +167,9 @@ def mean_losses(losses: list[LossValue], micro_batches: list[MicroBatch], step: 
             queries = named_queries([name for batch in batches for name in batch.query_ids])
             place = f"step {step}, micro-batch {number + 1} of {len(logged)} ({queries})"
             raise NotFiniteError(f"{place}: the loss is {loss}, not a finite number")
-    means = {name: float(sum(values[name] for values in logged)) / len(logged) for name in logged[0]}
+    means = {
+        name: float(sum(values[name] for values in logged)) / len(logged) for name in logged[0]
+    }
     if means["differentiated_loss"] == means["loss"]:
         del means["differentiated_loss"]
     return means
@@ -152,16 +180,20 @@ def named_queries(ids: list[str]) -> str:
 
 
 def write_environment(run: Path, engine: Engine, resumed: bool) -> None:
-    """Write environment.json: versions, device, and how many processes, cores and threads. No host or user names.
+    """Write environment.json: versions, device, and how many processes, cores and threads.
 
-    Warn if a run that is resumed on a CPU has another number of threads: torch then adds numbers in another order.
+    No host or user names.
+
+    Warn if a run that is resumed on a CPU has another number of threads: torch then adds numbers in
+    another order.
     """
     device, threads = engine.device, torch.get_num_threads()
     with contextlib.suppress(InputError):  # a damaged file is written again
         before = read_environment(run).get("threads", threads)
         if resumed and device.type == "cpu" and before != threads:
             warnings.warn(
-                f"{run}: this run had {before} threads and now has {threads}, so its weights can differ in the last digits from "
+                f"{run}: this run had {before} threads and now has {threads}, so its weights can "
+                "differ in the last digits from "
                 f"those of an uninterrupted run. For the same bytes, set OMP_NUM_THREADS={before}.",
                 stacklevel=2,
             )
@@ -169,7 +201,9 @@ def write_environment(run: Path, engine: Engine, resumed: bool) -> None:
     environment = {
         "python": platform.python_version(),
         "contaccum": __version__,  # a checkout that is not installed has no metadata
-        "torch": str(torch.__version__),  # with its CUDA version, which the metadata of PyPI's wheels do not have
+        "torch": str(
+            torch.__version__
+        ),  # with its CUDA version, which the metadata of PyPI's wheels do not have
         **{package: metadata.version(package) for package in PACKAGES},
         "system": platform.system(),
         "device": f"{device.type} ({name})",

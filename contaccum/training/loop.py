@@ -39,10 +39,12 @@ DEV_DEPTH = max(METRIC_CUTS)  # number of passages to retrieve for each dev quer
 
 
 def train(config: TrainConfig) -> Path:
-    """Train a model with the settings ``config``. Return the folder of the trained model, ``output_dir/model``.
+    """Train a model with the settings ``config``.
 
-    Raises InputError for errors that the user can fix. In training, Ctrl-C or SIGTERM saves a checkpoint and raises
-    Interrupted.
+    Return the folder of the trained model, ``output_dir/model``.
+
+    Raises InputError for errors that the user can fix. In training, Ctrl-C or SIGTERM saves a
+    checkpoint and raises Interrupted.
     """
     run = config.run
     validate(config, process_place()[1])
@@ -65,7 +67,8 @@ def train(config: TrainConfig) -> Path:
             with signals.deferred(), closing(training.log):
                 training.run(signals)
         except BaseException as error:
-            # with several processes, do not close the group: the others could fail before this process reports its error
+            # with several processes, do not close the group: the others could fail before this
+            # process reports its error
             if engine.world == 1:
                 engine.close()
             if sentence := advice(error, engine.world):
@@ -76,7 +79,10 @@ def train(config: TrainConfig) -> Path:
 
 
 class Training:
-    """One training run. It starts at the newest checkpoint if ``resume`` is set and a checkpoint exists, else at step 0."""
+    """One training run.
+
+    It starts at the newest checkpoint if ``resume`` is set and a checkpoint exists, else at step 0.
+    """
 
     def __init__(self, config: TrainConfig, engine: Engine) -> None:
         self.config, self.engine = config, engine
@@ -90,7 +96,9 @@ class Training:
         with engine.main_first():  # process 0 fills the cache, and the others read it
             train_set = load_training(config.data, config.distils)
             if config.data.dev:
-                self.dev = open_dataset(config.data.dev, config.data.dev_split, config.data.policy).retrieval_set
+                self.dev = open_dataset(
+                    config.data.dev, config.data.dev_split, config.data.policy
+                ).retrieval_set
         compared = {
             "checkpoint": str(checkpoint.state["step"]) if checkpoint else "",
             "config": to_yaml(config),
@@ -99,13 +107,16 @@ class Training:
         for name, value in compared.items():
             if others := engine.differing(value):
                 raise InputError(
-                    f"{name} is not the same in all processes ({others}). Every machine needs the same config, data and "
+                    f"{name} is not the same in all processes ({others}). Every machine needs the "
+                    "same config, data and "
                     "output_dir."
                 )
 
         # encoder
         sharded = config.run.sharding == "fsdp"
-        device = torch.device("cpu") if sharded else engine.device  # a device may be too small for all weights
+        device = (
+            torch.device("cpu") if sharded else engine.device
+        )  # a device may be too small for all weights
         changed: list[str] = []  # settings of the encoder that differ from those in the checkpoint
         if checkpoint:
             self.encoder, changed = parts.saved_encoder(config, checkpoint.folder / "model", device)
@@ -119,7 +130,9 @@ class Training:
         # batches, loss and bank
         self.batches = parts.build_batches(config, engine, self.encoder, train_set)
         self.micro_batch_size = build_size(config, engine, self.batches)
-        self.loss = parts.build_loss(config, self.encoder, parts.build_rules(config, engine, train_set))
+        self.loss = parts.build_loss(
+            config, self.encoder, parts.build_rules(config, engine, train_set)
+        )
         self.bank = parts.build_bank(config, engine, self.encoder, self.loss)
         self.drift = Drift(engine, self.bank, self.batches.clone(), self.micro_batch_size)
 
@@ -138,16 +151,24 @@ class Training:
             self.resume(checkpoint, optimizer, changed)
         engine.prepare(self.encoder, optimizer)
         if engine.is_main:
-            write_text(self.folder / run_folder.CONFIG_FILE, f"format_version: {CONFIG_VERSION}\n{to_yaml(config)}")
+            write_text(
+                self.folder / run_folder.CONFIG_FILE,
+                f"format_version: {CONFIG_VERSION}\n{to_yaml(config)}",
+            )
             if self.done < self.total or not checkpoint:
                 write_environment(self.folder, engine, resumed=bool(checkpoint))
         self.log = RunLog(engine.is_main, config, self.total, self.done)
 
-    def resume(self, checkpoint: run_folder.Checkpoint, optimizer: torch.optim.Optimizer, changed: list[str]) -> None:
+    def resume(
+        self,
+        checkpoint: run_folder.Checkpoint,
+        optimizer: torch.optim.Optimizer,
+        changed: list[str],
+    ) -> None:
         """Continue from a checkpoint.
 
-        changed: encoder settings that differ from the checkpoint. If one of them or the data changed, the bank starts
-        empty.
+        changed: encoder settings that differ from the checkpoint. If one of them or the data
+        changed, the bank starts empty.
         """
         config, state = self.config, checkpoint.state
         changes = run_folder.identity_differences(state["identity"], self.identity)
@@ -164,7 +185,10 @@ class Training:
             changed = [*changed, "data"]  # the bank contains row numbers of the old data
         if changed and self.bank.stored:
             self.bank.empty()
-            warnings.warn(f"the bank starts empty, because settings changed: {', '.join(changed)}", stacklevel=2)
+            warnings.warn(
+                f"the bank starts empty, because settings changed: {', '.join(changed)}",
+                stacklevel=2,
+            )
 
         if self.dev and self.best:
             model_file = self.folder / "model" / SETTINGS_FILE
@@ -179,10 +203,14 @@ class Training:
             print(f"resuming at step {self.done} from {checkpoint.folder}", file=sys.stderr)
 
     def run(self, signals: StopSignals) -> None:
-        """Take all remaining optimizer steps. Log, evaluate and save at the steps that the config sets."""
+        """Take all remaining optimizer steps.
+
+        Log, evaluate and save at the steps that the config sets.
+        """
         config, engine, bank = self.config, self.engine, self.bank
         if self._evaluation_due() and self.done > 0 and self.evaluated < self.done:
-            self.evaluate()  # the evaluation of this step failed, or its score cannot be compared any more
+            # the evaluation of this step failed, or its score cannot be compared any more
+            self.evaluate()
             self.save()
         engine.free_memory()  # memory that was used to read and tokenize the data
         engine.reset_peak_memory()
@@ -202,12 +230,15 @@ class Training:
                     engine.drop_step()
                     bank.rollback()
                     raise InputError(
-                        f"{error}; {self.save_good_state()}. Continue with --resume --allow_changes true and a lower "
+                        f"{error}; {self.save_good_state()}. Continue with --resume "
+                        "--allow_changes true and a lower "
                         "optim.learning_rate."
                     ) from error
                 if values is None:  # out of memory: repeat the step with smaller micro-batches
                     prepared.close()
-                    self.log.say(shrink(self.micro_batch_size, config, self.done, self.save_good_state))
+                    self.log.say(
+                        shrink(self.micro_batch_size, config, self.done, self.save_good_state)
+                    )
                     prepared = self.prefetch_steps()
                     continue
                 self.done += 1
@@ -229,10 +260,13 @@ class Training:
                     seconds = 0.0
                     waited = 0.0
                 # masks by score may leave a step without negatives
-                by_score = config.loss.guide is not None or config.loss.false_negative_margin is not None
+                by_score = (
+                    config.loss.guide is not None or config.loss.false_negative_margin is not None
+                )
                 if self.done == 1 and values["negatives"] == 0 and not by_score and engine.is_main:
                     warnings.warn(
-                        "step 1: no query has a negative, so nothing is learned. Use more training queries, or a "
+                        "step 1: no query has a negative, so nothing is learned. Use more training "
+                        "queries, or a "
                         "batch.micro_batch_size above 1.",
                         stacklevel=2,
                     )
@@ -255,12 +289,15 @@ class Training:
                 if check_bank and (others := engine.differing(bank.fingerprint())):
                     good = run_folder.last_good_state(self.folder)
                     raise RuntimeError(
-                        f"step {self.done}: the bank is not the same in all processes ({others}); {good}"
+                        f"step {self.done}: the bank is not the same in all processes ({others}); "
+                        f"{good}"
                     )
                 if save:
                     self.save()
                 if stop and not last:
-                    raise Interrupted(stop, f"stopped after step {self.done}; continue with --resume")
+                    raise Interrupted(
+                        stop, f"stopped after step {self.done}; continue with --resume"
+                    )
         finally:
             prepared.close()
         if self.dev is None:
@@ -268,7 +305,10 @@ class Training:
         engine.barrier()
 
     def prefetch_steps(self) -> Generator[list[MicroBatch], None, None]:
-        """Yield the micro-batches of each remaining step. A background thread prepares the next steps."""
+        """Yield the micro-batches of each remaining step.
+
+        A background thread prepares the next steps.
+        """
         size = self.micro_batch_size.now
         return prefetch(self.prepare_step(step, size) for step in range(self.done, self.total))
 
@@ -280,9 +320,12 @@ class Training:
         return batches
 
     def take_step(self, micro_batches: list[MicroBatch]) -> dict[str, Any] | None:
-        """Take one optimizer step and return the values to log. If memory runs out, undo the step and return None.
+        """Take one optimizer step and return the values to log.
 
-        Raises NotFiniteError before the weights change if an embedding, a loss or a gradient is NaN or infinite.
+        If memory runs out, undo the step and return None.
+
+        Raises NotFiniteError before the weights change if an embedding, a loss or a gradient is NaN
+        or infinite.
         """
         config, engine, bank = self.config, self.engine, self.bank
         step = self.done + 1
@@ -300,14 +343,17 @@ class Training:
             if not out_of_memory(error) or engine.world > 1:  # other processes wait for this one
                 raise
             failed = True
-        # the traceback keeps the failed pass's tensors alive until the except block ends, so free memory only here
+        # the traceback keeps the failed pass's tensors alive until the except block ends, so free
+        # memory only here
         if failed:
             engine.drop_step()
             engine.free_memory()
             bank.rollback()
             return None
         if ids := engine.not_finite():
-            raise NotFiniteError(f"step {step} ({named_queries(ids)}): an embedding contains NaN or infinity")
+            raise NotFiniteError(
+                f"step {step} ({named_queries(ids)}): an embedding contains NaN or infinity"
+            )
         means = mean_losses(losses, micro_batches, step)
 
         # gradients: sum them over the processes, measure and clip them
@@ -316,9 +362,13 @@ class Training:
         tied = self.encoder.settings.tie_towers  # then both norms are of the same parameters
         norm = query_norm if tied else math.hypot(query_norm, passage_norm)
         finite = math.isfinite(norm)
-        if not finite and config.run.precision != "fp16":  # in fp16, the loss scaler skips such a step
+        if (
+            not finite and config.run.precision != "fp16"
+        ):  # in fp16, the loss scaler skips such a step
             queries = named_queries([name for batch in micro_batches for name in batch.query_ids])
-            raise NotFiniteError(f"step {step} ({queries}): the gradient norm is {norm}, not a finite number")
+            raise NotFiniteError(
+                f"step {step} ({queries}): the gradient norm is {norm}, not a finite number"
+            )
         scale = engine.clip(norm, config.optim.max_grad_norm)
 
         # update
@@ -327,7 +377,8 @@ class Training:
         rate = config.learning_rate() * factor
         parts.set_learning_rate(engine.optimizer, rate)
         engine.update()
-        # a loss scale below 1 cannot cause an overflow, and the scaler would halve it forever without taking a step
+        # a loss scale below 1 cannot cause an overflow, and the scaler would halve it forever
+        # without taking a step
         if not finite and engine.scaler.get_scale() < 1:
             raise NotFiniteError(
                 f"step {step}: the gradient norm is {norm}, not a finite number. The loss scale "
@@ -362,38 +413,60 @@ class Training:
         return every > 0 and self.done % every == 0
 
     def _evaluation_due(self) -> bool:
-        return self.dev is not None and (self.done >= self.total or self._due(self.config.run.eval_steps))
+        return self.dev is not None and (
+            self.done >= self.total or self._due(self.config.run.eval_steps)
+        )
 
     def save_good_state(self) -> str:
-        """Save a checkpoint if all weights are finite. Return a text about the newest checkpoint, for an error message."""
+        """Save a checkpoint if all weights are finite.
+
+        Return a text about the newest checkpoint, for an error message.
+        """
         if self.done and self.engine.finite_weights():
             self.save()
         return run_folder.last_good_state(self.folder)
 
     def evaluate(self) -> None:
-        """Evaluate the current model on the dev set. If its score is the best of the run so far, save the model to ``model/``."""
+        """Evaluate the current model on the dev set.
+
+        If its score is the best of the run so far, save the model to ``model/``.
+        """
         assert self.dev is not None
         name = self.config.run.metric
         settings = SearchConfig(batch_tokens=self.config.run.eval_batch_tokens)
         with self.engine.unmeasured(), self.engine.autocast():
-            metrics = evaluate(self.encoder, self.dev, k=DEV_DEPTH, settings=settings, group=self.engine)
+            metrics = evaluate(
+                self.encoder, self.dev, k=DEV_DEPTH, settings=settings, group=self.engine
+            )
         score = metrics["mean"][name]
         better = not self.best or score > self.best["score"]
         if better:
             self._save_model()
             if self.engine.is_main:
                 write_json(self.folder / run_folder.DEV_METRICS_FILE, metrics)
-            self.best = {"step": self.done, "score": score, "metric": name, "dev": self.dev.fingerprint()}
+            self.best = {
+                "step": self.done,
+                "score": score,
+                "metric": name,
+                "dev": self.dev.fingerprint(),
+            }
         self.log.evaluation(self.done, metrics["mean"])
-        self.evaluated = self.done  # not earlier: if saving the model fails, a resumed run evaluates this step again
-        self.log.say(f"step {self.done}: dev {name} {score:.4f}{' (best so far)' if better else ''}")
+        self.evaluated = (
+            self.done
+        )  # not earlier: if saving the model fails, a resumed run evaluates this step again
+        self.log.say(
+            f"step {self.done}: dev {name} {score:.4f}{' (best so far)' if better else ''}"
+        )
 
     def _save_model(self) -> None:
         if self.engine.is_main or self.engine.sharded:
             self.encoder.save(self.folder / "model")
 
     def save(self) -> None:
-        """Save a checkpoint in the main process; with sharding, in all processes. All processes wait until it is complete."""
+        """Save a checkpoint in the main process; with sharding, in all processes.
+
+        All processes wait until it is complete.
+        """
         engine = self.engine
         if engine.is_main or engine.sharded:
             state = {

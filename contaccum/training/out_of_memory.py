@@ -10,7 +10,8 @@ from contaccum.errors import InputError
 from contaccum.runtime.engine import Engine
 
 _SIGNS = (
-    "out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
+    "out of memory", "can't allocate "
+                     "memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
     "CUSOLVER_STATUS_ALLOC_FAILED", "PT_DEVMEM Allocation failed", "could not create a primitive",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
@@ -29,14 +30,20 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 _ONE_PROCESS = (
-    "out of memory outside the forward and backward passes (weights, bank, optimizer or evaluation); smaller "
-    "micro-batches do not help there. Start a new run with optim.name adamw_8bit, lora.rank, model.tie_towers or a "
-    "smaller model. If an evaluation failed, continue with --resume and a smaller run.eval_batch_tokens."
+    "out of memory outside the forward and backward passes (weights, bank, optimizer or "
+    "evaluation); smaller "
+    "micro-batches do not help there. Start a new run with optim.name adamw_8bit, lora.rank, "
+    "model.tie_towers or a "
+    "smaller model. If an evaluation failed, continue with --resume and a smaller "
+    "run.eval_batch_tokens."
 )
 _SEVERAL_PROCESSES = (
-    "out of memory in one of several processes; the step cannot be retried, because the other processes wait for this "
-    "one. Continue with --resume --allow_changes true and a smaller batch.micro_batch_size, or with --resume and a "
-    "smaller run.eval_batch_tokens if an evaluation failed. If NCCL, which sends messages between GPUs, ran out of "
+    "out of memory in one of several processes; the step cannot be retried, because the other "
+    "processes wait for this "
+    "one. Continue with --resume --allow_changes true and a smaller batch.micro_batch_size, or "
+    "with --resume and a "
+    "smaller run.eval_batch_tokens if an evaluation failed. If NCCL, which sends messages between "
+    "GPUs, ran out of "
     "memory, a smaller run.memory_budget leaves more for it."
 )
 
@@ -50,13 +57,17 @@ def advice(error: BaseException, processes: int) -> str:
 
 @dataclass
 class MicroBatchSize:
-    """Micro-batch size of one process, in pairs or tokens. It becomes smaller when memory runs out."""
+    """Micro-batch size of one process, in pairs or tokens.
+
+    It becomes smaller when memory runs out.
+    """
 
     sizes: list[int]  # the configured size, then smaller ones in descending order
     unit: str
     level: int = 0
     earlier: list[tuple[int, int]] = field(default_factory=list)
-    """Previous sizes, as tuples: (optimizer steps finished when memory ran out, size used until then)."""
+    """Previous sizes, as tuples: (optimizer steps finished when memory ran out, size used until
+    then)."""
 
     def __str__(self) -> str:
         return f"micro-batches of {self.now} {self.unit}"
@@ -66,7 +77,10 @@ class MicroBatchSize:
         return self.sizes[self.level]
 
     def shrink(self, step: int) -> bool:
-        """Switch to the next smaller size. Return False if there is none. step: number of finished optimizer steps."""
+        """Switch to the next smaller size.
+
+        Return False if there is none. step: number of finished optimizer steps.
+        """
         if self.level + 1 == len(self.sizes):
             return False
         self.earlier.append((step, self.now))
@@ -83,8 +97,9 @@ class MicroBatchSize:
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the state that a checkpoint contains.
 
-        If memory never ran out before the checkpoint, continue with the configured size. Otherwise, continue with the largest
-        possible size that is not above the saved size. If all sizes are above it, continue with the smallest.
+        If memory never ran out before the checkpoint, continue with the configured size. Otherwise,
+        continue with the largest possible size that is not above the saved size. If all sizes are
+        above it, continue with the smallest.
         """
         self.earlier = [(end, size) for end, size in state["before"]]
         self.level = 0
@@ -94,7 +109,9 @@ class MicroBatchSize:
 
 
 def halved(size: int, smallest: int = 1, pairs: int = 0) -> list[int]:
-    """Return a list that starts with ``size``. Each next number is half of the number before, and the last is ``smallest``.
+    """Return a list that starts with ``size``.
+
+    Each next number is half of the number before, and the last is ``smallest``.
 
     Each half is rounded down to a divisor of ``pairs``, or to an integer if ``pairs`` is 0.
     """
@@ -110,29 +127,42 @@ def build_size(config: TrainConfig, engine: Engine, batches: Batches) -> MicroBa
     if config.micro_batch_tokens is not None:
         return MicroBatchSize(halved(batches.size, batches.smallest), "tokens")
     pairs = config.batch.global_batch_size // engine.world
-    return MicroBatchSize([batches.size] if config.spec.whole else halved(batches.size, pairs=pairs), "pairs")
+    return MicroBatchSize(
+        [batches.size] if config.spec.whole else halved(batches.size, pairs=pairs), "pairs"
+    )
 
 
-def shrink(size: MicroBatchSize, config: TrainConfig, step: int, last_good: Callable[[], str]) -> str:
+def shrink(
+    size: MicroBatchSize, config: TrainConfig, step: int, last_good: Callable[[], str]
+) -> str:
     """Choose smaller micro-batches for the failed step, and return a message about it.
 
-    Raises InputError if smaller micro-batches are impossible or not allowed. step: number of optimizer steps before the failed
-    step. last_good: function that writes a checkpoint of the last good state (before the failed step), and returns a sentence
-    with the name of the checkpoint.
+    Raises InputError if smaller micro-batches are impossible or not allowed. step: number of
+    optimizer steps before the failed step. last_good: function that writes a checkpoint of the last
+    good state (before the failed step), and returns a sentence with the name of the checkpoint.
     """
     where = f"step {step + 1}: out of memory with {size}"
     if config.spec.whole:
         problem = f"{config.method} cannot split its step into micro-batches"
-        advice = "Use grad_cache, which computes the same gradients in the memory of one micro-batch."
+        advice = (
+            "Use grad_cache, which computes the same gradients in the memory of one micro-batch."
+        )
     elif config.batch.on_out_of_memory == "stop":
         problem = "batch.on_out_of_memory is stop"
-        advice = "To continue with smaller micro-batches, add --resume --batch.on_out_of_memory shrink."
+        advice = (
+            "To continue with smaller micro-batches, add --resume --batch.on_out_of_memory shrink."
+        )
     elif not size.shrink(step):
         problem = "smaller micro-batches are impossible"
         advice = (
-            "Lower model.max_passage_length, data.hard_negatives or bank.size, or set model.gradient_checkpointing."
+            "Lower model.max_passage_length, data.hard_negatives or bank.size, or set "
+            "model.gradient_checkpointing."
         )
     else:
-        effect = "gradients do not change" if config.spec.two_pass else "queries have fewer in-batch negatives"
+        effect = (
+            "gradients do not change"
+            if config.spec.two_pass
+            else "queries have fewer in-batch negatives"
+        )
         return f"{where}; retrying the step with {size} ({effect})"
     raise InputError(f"{where}; {problem}; {last_good()}. {advice}")

@@ -39,7 +39,9 @@ from contaccum.runtime.processes import torch_dtype
 _TOWER_SETTINGS = ("passage_name", "tie_towers")
 
 
-def build_encoder(config: TrainConfig, train_set: TrainSet, device: torch.device | str = "cpu") -> DualEncoder:
+def build_encoder(
+    config: TrainConfig, train_set: TrainSet, device: torch.device | str = "cpu"
+) -> DualEncoder:
     """Build the encoder of a new run."""
     model = config.model
     if model.name != "tiny":
@@ -48,7 +50,9 @@ def build_encoder(config: TrainConfig, train_set: TrainSet, device: torch.device
         encoder = _load_encoder(config, model.name, device, adapters=adapters, **towers)
         encoder.settings = _with_mixture_prefixes(config, encoder.settings)
         return encoder
-    chosen = {name: getattr(model, name) for name in ENCODER_SETTINGS if getattr(model, name) is not None}
+    chosen = {
+        name: getattr(model, name) for name in ENCODER_SETTINGS if getattr(model, name) is not None
+    }
     settings = make_settings({**chosen, "tie_towers": model.tie_towers}, "model")
     settings = _with_mixture_prefixes(config, settings)
     query = tiny_tower(
@@ -67,16 +71,19 @@ def build_encoder(config: TrainConfig, train_set: TrainSet, device: torch.device
 def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> EncoderSettings:
     """Return ``settings`` with the query prefix and the passage prefix of the data sets in a mixture.
 
-    If the config does not set a prefix and all data sets use the same one, the model gets the prefix of the data sets.
-    Otherwise, the prefix in ``settings`` stays unchanged. A warning is given in two cases: the config sets no prefix and the
-    data sets use different ones, or the config sets a prefix that no data set uses.
+    If the config does not set a prefix and all data sets use the same one, the model gets the
+    prefix of the data sets. Otherwise, the prefix in ``settings`` stays unchanged. A warning is
+    given in two cases: the config sets no prefix and the data sets use different ones, or the
+    config sets a prefix that no data set uses.
     """
     if not config.data.mixture:
         return settings
     for name in ("query_prefix", "passage_prefix"):
         of_model = getattr(settings, name)
         in_config = getattr(config.model, name)
-        used = set()  # prefixes in training; a data set without its own prefix uses that of the model
+        used = (
+            set()
+        )  # prefixes in training; a data set without its own prefix uses that of the model
         for member in config.data.mixture:
             prefix = getattr(member, name)
             used.add(of_model if prefix is None else prefix)
@@ -84,30 +91,42 @@ def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> En
             settings = replace(settings, **{name: used.pop()})
         elif used != {of_model} and (in_config is None or in_config not in used):
             warnings.warn(
-                f"data.mixture: training uses these values of {name}: {', '.join(map(repr, sorted(used)))}, but the "
-                f"model is saved with {of_model!r}, and evaluation and search use this value. Set model.{name} to the "
+                f"data.mixture: training uses these values of {name}: "
+                f"{', '.join(map(repr, sorted(used)))}, but the "
+                f"model is saved with {of_model!r}, and evaluation and search use this value. Set "
+                f"model.{name} to the "
                 "value that evaluation and search should use.",
                 stacklevel=2,
             )
     return settings
 
 
-def saved_encoder(config: TrainConfig, checkpoint: Path, device: torch.device | str) -> tuple[DualEncoder, list[str]]:
-    """Load the encoder in the folder ``checkpoint``. Also return the names of its settings that ``config`` changes."""
+def saved_encoder(
+    config: TrainConfig, checkpoint: Path, device: torch.device | str
+) -> tuple[DualEncoder, list[str]]:
+    """Load the encoder in the folder ``checkpoint``.
+
+    Also return the names of its settings that ``config`` changes.
+    """
     encoder = _load_encoder(config, checkpoint, device)
     saved = read_json(checkpoint / SETTINGS_FILE, dict[str, Any])
     names = [name for name in ENCODER_SETTINGS if saved[name] != getattr(encoder.settings, name)]
     return encoder, names
 
 
-def _load_encoder(config: TrainConfig, name: str | Path, device: torch.device | str, **options: Any) -> DualEncoder:
-    options |= {each: getattr(config.model, each) for each in (*ENCODER_SETTINGS, "trust_remote_code")}
+def _load_encoder(
+    config: TrainConfig, name: str | Path, device: torch.device | str, **options: Any
+) -> DualEncoder:
+    options |= {
+        each: getattr(config.model, each) for each in (*ENCODER_SETTINGS, "trust_remote_code")
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # a new adapter has random weights
         encoder = DualEncoder.load(name, device=device, **options)
     if encoder.adapted and not config.lora.rank:
         raise InputError(
-            f"{name}: has an adapter, but lora.rank is 0. Set lora.rank, or merge the adapter with contaccum merge."
+            f"{name}: has an adapter, but lora.rank is 0. Set lora.rank, or merge the adapter with "
+            "contaccum merge."
         )
     return encoder
 
@@ -125,13 +144,20 @@ def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
         encoder.compile_backbones()
 
 
-def build_batches(config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet) -> Batches:
+def build_batches(
+    config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet
+) -> Batches:
     """Tokenize the training set and build the source of the training batches."""
     data, settings = config.data, encoder.settings
     size, rank, world = config.batch.global_batch_size, engine.rank, engine.world
     query, passage = encoder.query_tower, encoder.passage_tower
-    padding = (query.tokenizer.pad_token_id, passage.tokenizer.pad_token_id), query.tokenizer.padding_side
-    form = BatchForm(config.micro_batch_size(world), config.micro_batch_tokens, *padding, rank, world)
+    padding = (
+        (query.tokenizer.pad_token_id, passage.tokenizer.pad_token_id),
+        query.tokenizer.padding_side,
+    )
+    form = BatchForm(
+        config.micro_batch_size(world), config.micro_batch_tokens, *padding, rank, world
+    )
     with engine.main_first():
         query_tokens = _tokens(train_set, "query", settings, query)
         passage_tokens = _tokens(train_set, "passage", settings, passage)
@@ -149,12 +175,18 @@ def build_batches(config: TrainConfig, engine: Engine, encoder: DualEncoder, tra
 
 def _untrained_encoder(config: TrainConfig, engine: Engine) -> DualEncoder:
     model = config.model
-    settings = {each: getattr(model, each) for each in (*ENCODER_SETTINGS, *_TOWER_SETTINGS, "trust_remote_code")}
+    settings = {
+        each: getattr(model, each)
+        for each in (*ENCODER_SETTINGS, *_TOWER_SETTINGS, "trust_remote_code")
+    }
     return DualEncoder.load(model.name, device=engine.device, **settings)
 
 
 def check_guide(config: TrainConfig) -> None:
-    """Raise InputError if ``loss.guide`` is neither an encoder folder nor a possible Hub name. No weights are loaded."""
+    """Raise InputError if ``loss.guide`` is neither an encoder folder nor a possible Hub name.
+
+    No weights are loaded.
+    """
     if config.loss.guide is None:
         return
     try:
@@ -166,8 +198,8 @@ def check_guide(config: TrainConfig) -> None:
 def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet) -> PairRules:
     """Build the rules that remove negatives of the loss. All processes must call this function.
 
-    If ``loss.guide`` names an encoder, it encodes the training queries and passages whose vectors are not in the
-    cache.
+    If ``loss.guide`` names an encoder, it encodes the training queries and passages whose vectors
+    are not in the cache.
     """
     loss = config.loss
     rules = _rules_without_data(config)
@@ -187,8 +219,12 @@ def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet) -> Pai
         rules = replace(rules, margin=loss.guide_margin, guide=guide, key=key)
     separate = [not member.in_batch_negatives for member in train_set.members]
     if any(separate):
-        flags = np.repeat(separate, [len(member.set.queries) for member in train_set.members])  # (queries,)
-        rules = replace(rules, separate=torch.from_numpy(flags), key=f"{rules.key} separate {separate}".strip())
+        flags = np.repeat(
+            separate, [len(member.set.queries) for member in train_set.members]
+        )  # (queries,)
+        rules = replace(
+            rules, separate=torch.from_numpy(flags), key=f"{rules.key} separate {separate}".strip()
+        )
     return rules
 
 
@@ -197,17 +233,26 @@ def _rules_without_data(config: TrainConfig) -> PairRules:
     margin = config.loss.false_negative_margin
     strategy = config.loss.margin_strategy
     return PairRules(
-        # a bank of a resumed run may still have missing passages, although the config now fills them
-        missing=bool(config.data.hard_negatives) and (config.data.fill_negatives == "none" or config.allow_changes),
+        # a bank of a resumed run may still have missing passages, although the config now fills
+        # them
+        missing=bool(config.data.hard_negatives)
+        and (config.data.fill_negatives == "none" or config.allow_changes),
         margin=margin,
         relative=strategy == "relative",
         key="" if margin is None else f"margin {margin} {strategy}",
     )
 
 
-def _tokens(train_set: TrainSet, side: str, settings: EncoderSettings, tower: Tower) -> TokenTable | JoinedTokens:
-    """Tokenize all texts of ``side`` (query or passage). Each data set of a mixture may have its own prefix."""
-    table, columns = {"query": ("queries", ["text"]), "passage": ("passages", ["title", "text"])}[side]
+def _tokens(
+    train_set: TrainSet, side: str, settings: EncoderSettings, tower: Tower
+) -> TokenTable | JoinedTokens:
+    """Tokenize all texts of ``side`` (query or passage).
+
+    Each data set of a mixture may have its own prefix.
+    """
+    table, columns = {"query": ("queries", ["text"]), "passage": ("passages", ["title", "text"])}[
+        side
+    ]
     tables = []
     for member in train_set.members:
         prefix = getattr(member, f"{side}_prefix")
@@ -217,12 +262,18 @@ def _tokens(train_set: TrainSet, side: str, settings: EncoderSettings, tower: To
             "fingerprint": f"{member.set.fingerprint}/{table}",
             "vocabulary": tower.vocabulary,
         }
-        tables.append(build_token_table(getattr(member.set, table), columns, tower.tokenizer, **options))
+        tables.append(
+            build_token_table(getattr(member.set, table), columns, tower.tokenizer, **options)
+        )
     return tables[0] if len(tables) == 1 else JoinedTokens(tables)
 
 
-def build_loss(config: TrainConfig, encoder: DualEncoder, rules: PairRules | None = None) -> Objective:
-    """Build the loss. Raises InputError if a Matryoshka width is not smaller than the width of the embeddings.
+def build_loss(
+    config: TrainConfig, encoder: DualEncoder, rules: PairRules | None = None
+) -> Objective:
+    """Build the loss.
+
+    Raises InputError if a Matryoshka width is not smaller than the width of the embeddings.
 
     rules: result of ``build_rules``. Default: only the rules that need no training data.
     """
@@ -230,7 +281,9 @@ def build_loss(config: TrainConfig, encoder: DualEncoder, rules: PairRules | Non
     temperature = config.model.temperature
     width = max(loss.matryoshka_dims, default=0)
     if width >= encoder.dim:
-        raise InputError(f"loss.matryoshka_dims: {width} is not below the width of the embeddings, {encoder.dim}")
+        raise InputError(
+            f"loss.matryoshka_dims: {width} is not below the width of the embeddings, {encoder.dim}"
+        )
     matryoshka = Matryoshka(
         widths=tuple(loss.matryoshka_dims),
         weights=tuple(loss.matryoshka_weights or [1.0] * len(loss.matryoshka_dims)),
@@ -238,16 +291,22 @@ def build_loss(config: TrainConfig, encoder: DualEncoder, rules: PairRules | Non
     )
     distillation = None
     if loss.distillation != "none":  # not config.distils: the type checker needs the comparison
-        distillation = Distillation(loss.distillation, temperature, loss.teacher_temperature, loss.distillation_weight)
+        distillation = Distillation(
+            loss.distillation, temperature, loss.teacher_temperature, loss.distillation_weight
+        )
     if rules is None:
         rules = _rules_without_data(config)
-    return Objective(InfoNCE(temperature, loss.mask_false_negatives, rules), matryoshka, distillation)
+    return Objective(
+        InfoNCE(temperature, loss.mask_false_negatives, rules), matryoshka, distillation
+    )
 
 
 def build_bank(config: TrainConfig, engine: Engine, encoder: DualEncoder, loss: Objective) -> Bank:
     """Build the bank. If the method has no bank, build one of size 0."""
     settings = encoder.settings
-    longest_pair = settings.max_query_length + (1 + config.data.hard_negatives) * settings.max_passage_length
+    longest_pair = (
+        settings.max_query_length + (1 + config.data.hard_negatives) * settings.max_passage_length
+    )
     options = BankOptions(
         hard_negatives=config.data.hard_negatives if config.bank.hard_negatives else 0,
         columns_only=config.spec.bank != "pairs",
@@ -268,16 +327,22 @@ def build_bank(config: TrainConfig, engine: Engine, encoder: DualEncoder, loss: 
 
 
 def trained_parameters(encoder: DualEncoder) -> dict[str, torch.nn.Parameter]:
-    """Return the trainable parameters by name. A parameter that both towers share appears only once."""
-    return {name: parameter for name, parameter in encoder.named_parameters() if parameter.requires_grad}
+    """Return the trainable parameters by name.
+
+    A parameter that both towers share appears only once.
+    """
+    return {
+        name: parameter for name, parameter in encoder.named_parameters() if parameter.requires_grad
+    }
 
 
 def make_optimizer(encoder: DualEncoder, config: OptimConfig) -> torch.optim.Optimizer:
     """Build AdamW, or 8-bit AdamW if ``config.name`` is ``adamw_8bit``.
 
-    Parameters with fewer than two dimensions have no weight decay. These are biases and the parameters of normalization. 8-bit
-    AdamW stores the two moments of a parameter in 8 bits if the parameter has more than 4096 numbers. Each block of 256 numbers
-    has one scale (Dettmers et al. 2022, arXiv 2110.02861). Raises InputError if 8-bit AdamW is chosen and bitsandbytes is not
+    Parameters with fewer than two dimensions have no weight decay. These are biases and the
+    parameters of normalization. 8-bit AdamW stores the two moments of a parameter in 8 bits if the
+    parameter has more than 4096 numbers. Each block of 256 numbers has one scale (Dettmers et al.
+    2022, arXiv 2110.02861). Raises InputError if 8-bit AdamW is chosen and bitsandbytes is not
     installed.
     """
     parameters = list(trained_parameters(encoder).values())
@@ -291,7 +356,8 @@ def make_optimizer(encoder: DualEncoder, config: OptimConfig) -> torch.optim.Opt
         return torch.optim.AdamW(groups, **settings, fused=True)
     if importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(
-            f"optim.name is {config.name}, but package bitsandbytes is missing. Run pip install 'contaccum[bitsandbytes]'."
+            f"optim.name is {config.name}, but package bitsandbytes is missing. Run pip install "
+            "'contaccum[bitsandbytes]'."
         )
     from bitsandbytes.optim import AdamW8bit
 
@@ -299,21 +365,32 @@ def make_optimizer(encoder: DualEncoder, config: OptimConfig) -> torch.optim.Opt
 
 
 def warmup_steps(config: OptimConfig, total: int) -> int:
-    """Return the number of warm-up steps. The config sets this number, or a share of the ``total`` steps."""
-    return config.warmup_steps or 0 if config.warmup_ratio is None else math.ceil(config.warmup_ratio * total)
+    """Return the number of warm-up steps.
+
+    The config sets this number, or a share of the ``total`` steps.
+    """
+    return (
+        config.warmup_steps or 0
+        if config.warmup_ratio is None
+        else math.ceil(config.warmup_ratio * total)
+    )
 
 
 def learning_rate_factor(step: int, total: int, warmup: int, schedule: str) -> float:
     """Return the learning rate of one optimizer step, divided by the highest learning rate.
 
-    step: number of the step; the first step is 0. total: number of steps of the run. The rate increases linearly in the first
-    ``warmup`` steps. After them, ``schedule`` decides: ``linear`` and ``cosine`` decrease the rate to 0 at step ``total``, and
-    ``constant`` keeps it.
+    step: number of the step; the first step is 0. total: number of steps of the run. The rate
+    increases linearly in the first ``warmup`` steps. After them, ``schedule`` decides: ``linear``
+    and ``cosine`` decrease the rate to 0 at step ``total``, and ``constant`` keeps it.
     """
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
-    return {"linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2, "constant": 1.0}[schedule]
+    return {
+        "linear": 1 - progress,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "constant": 1.0,
+    }[schedule]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

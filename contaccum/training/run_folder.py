@@ -8,8 +8,9 @@ checkpoints/step-00000100/
     state.json            step, hashes of data and encoder, counters of the bank, loss scale, best dev score
     manifest.json         size and SHA-256 of every other file
 
-A checkpoint appears under its name only when it is complete. It is loaded only if every hash is correct. No random state is
-saved, because the order of the data, the sampling and the dropout depend only on (seed, step).
+A checkpoint appears under its name only when it is complete. It is loaded only if every hash is
+correct. No random state is saved, because the order of the data, the sampling and the dropout
+depend only on (seed, step).
 """
 
 import hashlib
@@ -40,39 +41,51 @@ DEV_METRICS_FILE = "dev_metrics.json"  # metrics of the best evaluation on dev
 MANIFEST = "manifest.json"
 STATE_VERSION = 1  # ``format_version`` of state.json
 LINKS = ("checkpoints", "model")
-"""Names of the folders in a run's folder that may be symbolic links, for example to another disk."""
+"""Names of the folders in a run's folder that may be symbolic links, for example to another
+disk.
+"""
 
 
 @contextmanager
 def claimed_folder(config: TrainConfig) -> Iterator[None]:
     """Check the output folder and lock it during the ``with`` block.
 
-    Without ``resume``, the folder must be empty or not exist. With ``resume``, it may contain a run with the same settings.
-    Only the main process takes the lock and removes the temporary files of a killed run.
+    Without ``resume``, the folder must be empty or not exist. With ``resume``, it may contain a run
+    with the same settings. Only the main process takes the lock and removes the temporary files of
+    a killed run.
     """
     run = Path(config.output_dir)
     where = f"output_dir {run}"
     for path in (run, *(run / name for name in LINKS)):
         if path.is_symlink() and not path.is_dir():
             raise InputError(
-                f"{path}: this link points to {os.readlink(path)}, where no folder exists. Create the folder, or remove the link."
+                f"{path}: this link points to {os.readlink(path)}, where no folder exists. Create "
+                "the folder, or remove the link."
             )
     if run.exists() and not run.is_dir():
         raise InputError(f"{where}: this is a file. Choose a folder.")
     model = run / "model"  # if model/ is a link, saving replaces the folder that it points to
     if model.is_symlink() and any(model.iterdir()) and not (model / SETTINGS_FILE).is_file():
         raise InputError(
-            f"{model}: this link points to {os.readlink(model)}, which is not empty. Link an empty folder."
+            f"{model}: this link points to {os.readlink(model)}, which is not empty. Link an empty "
+            "folder."
         )
     with folder_lock(run) if is_main() else nullcontext():
         if (run / CONFIG_FILE).is_file():
             if not config.resume:
-                raise InputError(f"{where}: contains a run. Add --resume to continue it, or choose another output_dir.")
+                raise InputError(
+                    f"{where}: contains a run. Add --resume to continue it, or choose another "
+                    "output_dir."
+                )
             changes = config_differences(read_config(run), asdict(config))
-            refuse_changes(f"{where}: the settings of this run changed", changes, config.allow_changes)
+            refuse_changes(
+                f"{where}: the settings of this run changed", changes, config.allow_changes
+            )
         elif run.is_dir() and not all(_is_unused(path) for path in run.iterdir()):
             if config.resume:
-                raise InputError(f"{where}: no {CONFIG_FILE} found, so there is no run to resume in this folder.")
+                raise InputError(
+                    f"{where}: no {CONFIG_FILE} found, so there is no run to resume in this folder."
+                )
             raise InputError(f"{where}: not empty. Choose an empty folder.")
         if is_main():
             sweep(run)
@@ -86,7 +99,8 @@ def claimed_folder(config: TrainConfig) -> Iterator[None]:
 def _is_unused(path: Path) -> bool:
     """Return whether ``path`` may be in the folder of a new run.
 
-    Allowed are a link to an empty folder, the lock, a temporary file, and the file of the macOS Finder.
+    Allowed are a link to an empty folder, the lock, a temporary file, and the file of the macOS
+    Finder.
     """
     if path.is_symlink() and path.name in LINKS:
         return not any(path.iterdir())
@@ -98,18 +112,24 @@ def require_lock(run: Path) -> None:
     """Raise InputError if the folder of the run was renamed or deleted after ``claimed_folder`` locked it."""
     if not (run / LOCK_FILE).exists():
         raise InputError(
-            f"{run}: this folder was renamed or deleted during the run. If it still exists, continue with --resume and its new "
+            f"{run}: this folder was renamed or deleted during the run. If it still exists, "
+            "continue with --resume and its new "
             "name."
         )
 
 
 def refuse_changes(where: str, changes: list[str], allowed: bool) -> None:
-    """Raise InputError if there are ``changes`` since the run started. If ``allowed``, only print the changes."""
+    """Raise InputError if there are ``changes`` since the run started.
+
+    If ``allowed``, only print the changes.
+    """
     if not changes:
         return
     listed = "; ".join(changes)
     if not allowed:
-        raise InputError(f"{where}: {listed}. Undo these changes, or allow them with --allow_changes true.")
+        raise InputError(
+            f"{where}: {listed}. Undo these changes, or allow them with --allow_changes true."
+        )
     if is_main():
         print(f"{where} (allowed): {listed}", file=sys.stderr)
 
@@ -117,38 +137,60 @@ def refuse_changes(where: str, changes: list[str], allowed: bool) -> None:
 def refuse_fixed_changes(config: TrainConfig) -> None:
     """Raise InputError if a changed setting makes the checkpoints of the run unusable."""
     settings, fixed = flat(asdict(config)), set(settings_with("never"))
-    # None means the value in the folder of the initial encoder, but a resumed run would use the value in the checkpoint
+    # None means the value in the folder of the initial encoder, but a resumed run would use the
+    # value in the checkpoint
     fixed |= {f"model.{name}" for name in ENCODER_SETTINGS if settings[f"model.{name}"] is None}
     if changes := _changes(flat(read_config(Path(config.output_dir))), settings, fixed):
         raise InputError(
-            f"output_dir {config.output_dir}: the checkpoints need these settings unchanged: {'; '.join(changes)}. Undo the "
+            f"output_dir {config.output_dir}: the checkpoints need these settings unchanged: "
+            f"{'; '.join(changes)}. Undo the "
             "changes, or start a new run; --allow_changes does not allow these changes."
         )
 
 
 def run_identity(
-    config: TrainConfig, engine: Engine, encoder: DualEncoder, train_set: TrainSet, dev: RetrievalSet | None
+    config: TrainConfig,
+    engine: Engine,
+    encoder: DualEncoder,
+    train_set: TrainSet,
+    dev: RetrievalSet | None,
 ) -> dict[str, Any]:
     """Return the values that must be the same when a run resumes.
 
-    These are the number of processes, and hashes of the data, the tokenizers, the encoder folders, the guide and the dev set.
-    Tokenizers are loaded from the checkpoint, so their hash changes only if the tokenizer library changes. Trained weights are
-    loaded from the checkpoint too. The folder of the initial encoder is still hashed, because config.yaml names this folder: if
-    the files in the folder changed, config.yaml would no longer describe the run.
+    These are the number of processes, and hashes of the data, the tokenizers, the encoder folders,
+    the guide and the dev set. Tokenizers are loaded from the checkpoint, so their hash changes only
+    if the tokenizer library changes. Trained weights are loaded from the checkpoint too. The folder
+    of the initial encoder is still hashed, because config.yaml names this folder: if the files in
+    the folder changed, config.yaml would no longer describe the run.
     """
     towers = encoder.query_tower, encoder.passage_tower
     return {
         "world": engine.world,
         "data": train_set.fingerprint,
         "tokenizer": [tokenizer_hash(tower.tokenizer) for tower in towers],
-        "encoder": [files_hash(Path(name)) for name in (config.model.name, config.model.passage_name) if name],
-        **({"guide": files_hash(Path(model_folder(config.loss.guide)))} if config.loss.guide else {}),
-        **({f"split {config.data.dev_split} of {config.data.dev}": dev.fingerprint()} if dev else {}),
+        "encoder": [
+            files_hash(Path(name))
+            for name in (config.model.name, config.model.passage_name)
+            if name
+        ],
+        **(
+            {"guide": files_hash(Path(model_folder(config.loss.guide)))}
+            if config.loss.guide
+            else {}
+        ),
+        **(
+            {f"split {config.data.dev_split} of {config.data.dev}": dev.fingerprint()}
+            if dev
+            else {}
+        ),
     }
 
 
 def files_hash(folder: Path) -> str | None:
-    """Return one hash of the files in a folder. Return None if there is no such folder (``folder`` may be a Hub name)."""
+    """Return one hash of the files in a folder.
+
+    Return None if there is no such folder (``folder`` may be a Hub name).
+    """
     if not folder.is_dir():
         return None
     lines = [f"{name} {sha256_of(path)}" for name, path in files_in(folder).items()]
@@ -166,17 +208,22 @@ def files_in(folder: Path) -> dict[str, Path]:
 
 
 def identity_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Compare two results of ``run_identity``. Return a text ``name was x and is y`` for each value that differs.
+    """Compare two results of ``run_identity``.
 
-    Keys that only one result has are not compared: a run may resume with another dev set. A deleted encoder folder is
-    not a difference.
+    Return a text ``name was x and is y`` for each value that differs.
+
+    Keys that only one result has are not compared: a run may resume with another dev set. A deleted
+    encoder folder is not a difference.
     """
     ignored = {"encoder"} if None in new["encoder"] else set()
     return _changes(old, new, (old.keys() & new.keys()) - ignored)
 
 
 def config_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return a text ``name was x and is y`` for each changed setting. Leave out settings that users may always change."""
+    """Return a text ``name was x and is y`` for each changed setting.
+
+    Leave out settings that users may always change.
+    """
     old, new = flat(old), flat(new)
     return _changes(old, new, (old.keys() | new.keys()).difference(settings_with("free")))
 
@@ -190,7 +237,10 @@ def _changes(old: dict[str, Any], new: dict[str, Any], names: Iterable[str]) -> 
 
 
 def read_config(run: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
-    """Read the settings of a run from the file ``name`` in its folder. Return them as nested mappings."""
+    """Read the settings of a run from the file ``name`` in its folder.
+
+    Return them as nested mappings.
+    """
     path = run / name
     values = read_yaml(str(path))
     check_version(values.pop("format_version", CONFIG_VERSION), f"{path}: format_version")
@@ -215,7 +265,9 @@ class State:
     format_version: int
     step: int  # number of finished steps
     identity: dict[str, Any]  # result of ``run_identity``
-    best: dict[str, Any]  # step, score, metric and dev set of the best evaluation; empty before the first one
+    best: dict[
+        str, Any
+    ]  # step, score, metric and dev set of the best evaluation; empty before the first one
     evaluated: int  # step of the last evaluation
     scaler: dict[str, Any]  # state of the loss scaler; empty without fp16
     micro_batch: dict[str, Any]  # micro-batch sizes, see ``MicroBatchSize``
@@ -238,23 +290,34 @@ class Checkpoint(NamedTuple):
 
 
 def newest_checkpoint(run: Path) -> Checkpoint | None:
-    """Return the newest complete and undamaged checkpoint of a run, or None. Print which checkpoints are ignored, and why."""
+    """Return the newest complete and undamaged checkpoint of a run, or None.
+
+    Print which checkpoints are ignored, and why.
+    """
     folders = all_checkpoints(run)
     if is_main():
         for path in sorted((run / "checkpoints").glob("*")):
             if path not in folders:
-                print(f"{path}: ignored, because it is not the folder of a checkpoint", file=sys.stderr)
+                print(
+                    f"{path}: ignored, because it is not the folder of a checkpoint",
+                    file=sys.stderr,
+                )
     for folder in folders:
         fault = _fault(folder)
         if fault is None:
-            return Checkpoint(folder, asdict(read_json(folder / "state.json", State, version=STATE_VERSION)))
+            return Checkpoint(
+                folder, asdict(read_json(folder / "state.json", State, version=STATE_VERSION))
+            )
         if is_main():
             print(f"{folder}: this checkpoint is ignored: {fault}", file=sys.stderr)
     return None
 
 
 def all_checkpoints(run: Path) -> list[Path]:
-    """Return the folders of all checkpoints of a run, the newest first. Damaged checkpoints are included."""
+    """Return the folders of all checkpoints of a run, the newest first.
+
+    Damaged checkpoints are included.
+    """
     paths = (run / "checkpoints").glob("step-*")
     folders = [path for path in paths if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
     return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
@@ -275,7 +338,9 @@ def _fault(folder: Path) -> str | None:
         manifest = read_json(folder / MANIFEST, dict[str, WrittenFile])
         files = files_in(folder)
         for name, expected in manifest.items():
-            path = files.pop(name, None)  # never open a name from the manifest: it could point outside the folder
+            path = files.pop(
+                name, None
+            )  # never open a name from the manifest: it could point outside the folder
             if path is None:
                 return f"{name} is missing"
             if path.stat().st_size != expected["size"]:
@@ -305,5 +370,7 @@ def next_steps(config: TrainConfig, model: Path) -> list[str]:
     data = "DATA"
     if config.data.train and (Path(config.data.train) / "qrels" / "test.tsv").is_file():
         data = config.data.train
-    lines.append(f"next: contaccum evaluate --model {shlex.quote(str(model))} --data {shlex.quote(data)}")
+    lines.append(
+        f"next: contaccum evaluate --model {shlex.quote(str(model))} --data {shlex.quote(data)}"
+    )
     return lines

@@ -27,12 +27,17 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Tracker that sends the numbers to wandb. Its local files are in the folder of the run, unless $WANDB_DIR is set."""
+    """Tracker that sends the numbers to wandb.
+
+    Its local files are in the folder of the run, unless $WANDB_DIR is set.
+    """
 
     def __init__(self, run: Path, config: dict[str, Any]) -> None:
         import wandb
 
-        self.run = wandb.init(project="contaccum", config=config, dir=os.environ.get("WANDB_DIR", str(run)))
+        self.run = wandb.init(
+            project="contaccum", config=config, dir=os.environ.get("WANDB_DIR", str(run))
+        )
 
     def log(self, values: dict[str, float], step: int) -> None:
         self.run.log(values, step=step)
@@ -50,6 +55,11 @@ def check_trackers(names: list[str]) -> None:
     """Raise InputError if a tracker is unknown or its package is not installed."""
     for name in names:
         if name not in TRACKERS:
-            raise InputError(f"run.trackers is {names}; {name!r} is unknown, expected some of {', '.join(TRACKERS)}")
+            raise InputError(
+                f"run.trackers is {names}; {name!r} is unknown, expected some of "
+                f"{', '.join(TRACKERS)}"
+            )
         if importlib.util.find_spec(name) is None:
-            raise InputError(f"run.trackers is {names}, but package {name} is missing. Run pip install {name}.")
+            raise InputError(
+                f"run.trackers is {names}, but package {name} is missing. Run pip install {name}."
+            )

@@ -66,15 +66,29 @@ class HubServer:
         if not listing:
             return self.give(request, root / "/".join(path), "/".join(path), commit)
         if verb == "revision":
-            files = [{"rfilename": entry["path"]} for entry in self.entries(root) if entry["type"] == "file"]
-            found: object = {"id": f"{owner}/{name}", "sha": commit, "private": False, "tags": [], "siblings": files}
+            files = [
+                {"rfilename": entry["path"]}
+                for entry in self.entries(root)
+                if entry["type"] == "file"
+            ]
+            found: object = {
+                "id": f"{owner}/{name}",
+                "sha": commit,
+                "private": False,
+                "tags": [],
+                "siblings": files,
+            }
         elif verb == "paths-info":
-            wanted = parse_qs(body)["paths"] if not body.startswith("{") else json.loads(body)["paths"]
+            wanted = (
+                parse_qs(body)["paths"] if not body.startswith("{") else json.loads(body)["paths"]
+            )
             found = [entry for entry in self.entries(root) if entry["path"] in wanted]
         else:
             under = "/".join(path)
             recursive = "recursive=true" in request.path.casefold()
-            found = [entry for entry in self.entries(root) if inside(entry["path"], under, recursive)]
+            found = [
+                entry for entry in self.entries(root) if inside(entry["path"], under, recursive)
+            ]
             if under and not (root / under).is_dir():
                 return self.send(request, 404, b"", error="EntryNotFound")
         return self.send(request, 200, json.dumps(found).encode(), {"X-Repo-Commit": commit})
@@ -84,7 +98,9 @@ class HubServer:
         if not file.is_file():
             return self.send(request, 404, b"", headers, error="EntryNotFound")
         content = file.read_bytes()
-        start = int((request.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")[0])
+        start = int(
+            (request.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")[0]
+        )
         large = path.endswith(LARGE)
         headers["ETag"] = f'"{hashlib.sha256(content).hexdigest() if large else git_name(content)}"'
         if large:
@@ -92,7 +108,9 @@ class HubServer:
         if request.command == "HEAD":
             return self.send(request, 200, content, headers)
         self.asked.append(f"{path}@{start}" if start else path)
-        return self.send(request, 206 if start else 200, content, headers, start, self.cut.pop(path, None))
+        return self.send(
+            request, 206 if start else 200, content, headers, start, self.cut.pop(path, None)
+        )
 
     def entries(self, root: Path) -> list[dict]:
         found: list[dict] = [*self.extra]
@@ -104,7 +122,11 @@ class HubServer:
             content = path.read_bytes()
             entry = {"type": "file", "path": name, "size": len(content), "oid": git_name(content)}
             if name.endswith(LARGE):  # its oid is that of a pointer file
-                large = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+                large = {
+                    "oid": hashlib.sha256(content).hexdigest(),
+                    "size": len(content),
+                    "pointerSize": 130,
+                }
                 entry |= {"oid": git_name(b"pointer"), "lfs": large}
             found.append(entry)
         return found
@@ -121,7 +143,10 @@ class HubServer:
     ) -> None:
         request.send_response(status)
         request.send_header("Content-Length", str(len(content) - start))
-        for name, value in {**(headers or {}), **({"X-Error-Code": error} if error else {})}.items():
+        for name, value in {
+            **(headers or {}),
+            **({"X-Error-Code": error} if error else {}),
+        }.items():
             request.send_header(name, value)
         if start:
             request.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")

@@ -75,14 +75,22 @@ def beir_archive(path: Path, name: str) -> str:
 
 def left(cache: Path) -> list[str]:
     """Names of all that stands in a cache, its locks aside."""
-    return sorted(path.name for path in cache.rglob("*") if "locks" not in path.relative_to(cache).parts)
+    return sorted(
+        path.name for path in cache.rglob("*") if "locks" not in path.relative_to(cache).parts
+    )
 
 
 def test_a_name_is_downloaded_checked_unpacked_and_kept(server, tmp_path):
     md5 = beir_archive(server.folder / "scifact.zip", "scifact")
     folder = beir_folder("scifact", tmp_path / "cache", base_url=server.url, md5=md5)
     assert folder == tmp_path / "cache" / "scifact"
-    assert left(tmp_path / "cache") == ["corpus.jsonl", "qrels", "queries.jsonl", "scifact", "test.tsv"]
+    assert left(tmp_path / "cache") == [
+        "corpus.jsonl",
+        "qrels",
+        "queries.jsonl",
+        "scifact",
+        "test.tsv",
+    ]
     assert open_retrieval_set(folder, "test").qrels == {"q": {"p": 1}}
     assert beir_folder("scifact", tmp_path / "cache", base_url=server.url) == folder
     assert server.requests == ["/scifact.zip"]
@@ -108,7 +116,11 @@ def test_the_projects_cache_is_the_place_where_nothing_else_is_said(server, tmp_
 
 
 def test_one_forum_of_cqadupstack(server, tmp_path):
-    entries = {f"cqadupstack/{forum}/{file}": text for forum in ("tex", "unix") for file, text in FILES.items()}
+    entries = {
+        f"cqadupstack/{forum}/{file}": text
+        for forum in ("tex", "unix")
+        for file, text in FILES.items()
+    }
     md5 = archive(server.folder / "cqadupstack.zip", entries)
     folder = beir_folder("cqadupstack/tex", tmp_path / "cache", base_url=server.url, md5=md5)
     assert open_retrieval_set(folder, "test").queries == {"q": "a query"}
@@ -193,8 +205,12 @@ def test_a_broken_download_without_etag_starts_again(tmp_path, monkeypatch):
     assert left(cache) == ["corpus.jsonl", "nq", "qrels", "queries.jsonl", "test.tsv"]
 
 
-@pytest.mark.parametrize("answer", ["rest", "other file", "other place", "whole file", "error", "cut rest"])
-def test_a_broken_download_is_resumed_only_with_the_rest_of_the_same_file(answer, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "answer", ["rest", "other file", "other place", "whole file", "error", "cut rest"]
+)
+def test_a_broken_download_is_resumed_only_with_the_rest_of_the_same_file(
+    answer, tmp_path, monkeypatch
+):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(download, "_CHUNK", 16)  # a chunk that the connection cuts is lost
     data = bytes(range(256)) * 4
@@ -203,10 +219,12 @@ def test_a_broken_download_is_resumed_only_with_the_rest_of_the_same_file(answer
     rest = REST % (b"one", len(data) - half, half, len(data) - 1, len(data))
     second = {
         "rest": rest + data[half:],
-        "other file": REST % (b"two", len(data) - half, half, len(data) - 1, len(data)) + bytes(len(data) - half),
+        "other file": REST % (b"two", len(data) - half, half, len(data) - 1, len(data))
+        + bytes(len(data) - half),
         "other place": REST % (b"one", len(data) - 16, 16, len(data) - 1, len(data)) + data[16:],
         "whole file": whole,
-        "error": b"HTTP/1.1 416 Range Not Satisfiable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
+        "error": b"HTTP/1.1 416 Range Not Satisfiable\r\nContent-Length: 0\r\nConnection: "
+        b"close\r\n\r\n",
         "cut rest": rest + data[half:-16],
     }[answer]
     with scripted(WHOLE % len(data) + data[:half], whole, second) as (url, seen):
@@ -233,7 +251,9 @@ def test_what_a_process_killed_while_unpacking_left_is_swept(server, tmp_path):
         "download.zipfile.ZipFile.extract = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "download.beir_folder('nq', sys.argv[1], base_url=sys.argv[2], md5=sys.argv[3])\n"
     )
-    assert subprocess.run([python(), "-c", call, cache, server.url, md5], check=False).returncode == -9
+    assert (
+        subprocess.run([python(), "-c", call, cache, server.url, md5], check=False).returncode == -9
+    )
     half, archive = left(cache)
     assert (half.startswith(".nq."), archive) == (True, "nq.zip")
     assert beir_folder("nq", cache, base_url=server.url, md5=md5).is_dir()
@@ -250,8 +270,14 @@ def test_processes_that_want_the_same_set_fetch_it_once(server, tmp_path):
 
 
 def test_a_file_of_dpr_is_fetched_whole_and_kept_as_it_came(server, tmp_path, monkeypatch):
-    record = {"question": "q", "answers": ["a"], "positive_ctxs": [{"title": "t", "text": "x", "passage_id": "7"}]}
-    content = gzip.compress(json.dumps([record | {"negative_ctxs": [], "hard_negative_ctxs": []}]).encode())
+    record = {
+        "question": "q",
+        "answers": ["a"],
+        "positive_ctxs": [{"title": "t", "text": "x", "passage_id": "7"}],
+    }
+    content = gzip.compress(
+        json.dumps([record | {"negative_ctxs": [], "hard_negative_ctxs": []}]).encode()
+    )
     served = server.folder / "data" / "retriever" / "biencoder-nq-train.json.gz"
     served.parent.mkdir(parents=True)
     served.write_bytes(content)
@@ -263,10 +289,15 @@ def test_a_file_of_dpr_is_fetched_whole_and_kept_as_it_came(server, tmp_path, mo
     (server.folder / "data" / "retriever" / "nq-test.qa.csv").write_text("who\t['she']\n")
     questions = dpr_file("nq-test-questions", tmp_path / "cache", base_url=server.url)
     assert next(read_questions(questions)).answers == ["she"]
-    monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path))  # by name, from the cache: nothing is fetched
+    monkeypatch.setenv(
+        "CONTACCUM_CACHE", str(tmp_path)
+    )  # by name, from the cache: nothing is fetched
     (tmp_path / "cache").rename(tmp_path / "dpr")
     assert open_train_set("dpr/nq-train").queries["text"][:] == ["q"]
-    with pytest.raises(InputError, match="dpr/nq-trian: no DPR file has this name; expected dpr/ and one of psgs_w100"):
+    with pytest.raises(
+        InputError,
+        match="dpr/nq-trian: no DPR file has this name; expected dpr/ and one of psgs_w100",
+    ):
         open_train_set("dpr/nq-trian")
 
 
@@ -285,7 +316,11 @@ def test_a_downloaded_dpr_file_needs_no_lock(tmp_path):
 def test_entries_stay_inside_the_folder(tmp_path, entry):
     archive(tmp_path / "nq.zip", {"nq/corpus.jsonl": "", entry: "x"})
     unpack(tmp_path / "nq.zip", "nq", tmp_path / "deep" / "out")
-    outside = [path for path in tmp_path.rglob("*escaped*") if tmp_path / "deep" / "out" not in path.parents]
+    outside = [
+        path
+        for path in tmp_path.rglob("*escaped*")
+        if tmp_path / "deep" / "out" not in path.parents
+    ]
     assert not outside
 
 
@@ -332,7 +367,13 @@ def test_a_damaged_archive_is_refused_and_nothing_is_left(tmp_path, fault):
 def test_what_else_is_in_an_archive_is_left_out(tmp_path):
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as bundle:
-        for name in ("./", "nq/", "nq/corpus.jsonl", "__MACOSX/nq/._corpus.jsonl", "nq2/corpus.jsonl"):
+        for name in (
+            "./",
+            "nq/",
+            "nq/corpus.jsonl",
+            "__MACOSX/nq/._corpus.jsonl",
+            "nq2/corpus.jsonl",
+        ):
             bundle.writestr(name, "")
     (tmp_path / "nq.zip").write_bytes(buffer.getvalue())
     unpack(tmp_path / "nq.zip", "nq", tmp_path / "out")
@@ -357,8 +398,15 @@ def test_what_else_is_in_an_archive_is_left_out(tmp_path):
 def test_redirect_to_a_broken_address_is_one_sentence(target, tmp_path, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setattr(download, "_TIMEOUT", 0.5)  # "//" is the same server, which answers once
-    answer = b"HTTP/1.1 302 Found\r\nLocation: " + target + b"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-    with scripted(answer) as (url, _), pytest.raises(InputError, match="cannot be downloaded") as error:
+    answer = (
+        b"HTTP/1.1 302 Found\r\nLocation: "
+        + target
+        + b"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    )
+    with (
+        scripted(answer) as (url, _),
+        pytest.raises(InputError, match="cannot be downloaded") as error,
+    ):
         beir_folder("nq", tmp_path / "cache", base_url=url)
     assert "\n" not in str(error.value)
     assert left(tmp_path / "cache") == []

@@ -77,10 +77,13 @@ def test_a_table_without_named_columns_and_the_path_of_a_table_are_refused(tmp_p
     """The first was once said to have "an empty object", the second was looked for on the Hub."""
     (tmp_path / "faq.csv").write_text("Frage,question,Antwort\nwo,where,hier\n")
     with pytest.raises(
-        InputError, match=r"without \?query=COLUMN&pos=COLUMN: found fields 'Frage', 'question', 'Antwort'"
+        InputError,
+        match=r"without \?query=COLUMN&pos=COLUMN: found fields 'Frage', 'question', 'Antwort'",
     ):
         open_train_set(f"hub:{tmp_path}")
-    with pytest.raises(InputError, match=r"faq\.csv\?query=Frage&pos=Antwort: not the name of .* a local folder"):
+    with pytest.raises(
+        InputError, match=r"faq\.csv\?query=Frage&pos=Antwort: not the name of .* a local folder"
+    ):
         open_train_set(f"hub:{tmp_path / 'faq.csv'}?query=Frage&pos=Antwort")
 
 
@@ -94,13 +97,25 @@ def test_an_error_in_a_table_names_the_table_and_the_row(tmp_path):
 
 
 def test_columns_of_other_names_are_mapped(triplets):
-    found = open_train_set(f"{triplets}?query=anchor&pos=positive&neg=negative_1,negative_2", hard_negatives=1)
+    found = open_train_set(
+        f"{triplets}?query=anchor&pos=positive&neg=negative_1,negative_2", hard_negatives=1
+    )
     assert found.queries["text"][:] == ["a", "b", "c"]
     texts = found.passages["text"][:]
-    assert [[texts[row] for row in found.positives.row(n)] for n in range(3)] == [["x"], ["y"], ["z"]]
-    assert [[texts[row] for row in found.negatives.row(n)] for n in range(3)] == [["n", "o"], [], ["m"]]
+    assert [[texts[row] for row in found.positives.row(n)] for n in range(3)] == [
+        ["x"],
+        ["y"],
+        ["z"],
+    ]
+    assert [[texts[row] for row in found.negatives.row(n)] for n in range(3)] == [
+        ["n", "o"],
+        [],
+        ["m"],
+    ]
     with pytest.warns(UserWarning, match="1 queries without a positive are skipped"):
-        lists = open_retrieval_set(f"{triplets}::train?query=anchor&pos=list&query_id=number", "no such split")
+        lists = open_retrieval_set(
+            f"{triplets}::train?query=anchor&pos=list&query_id=number", "no such split"
+        )
     assert {key: len(grades) for key, grades in lists.qrels.items()} == {"1": 2, "2": 1}
 
 
@@ -108,15 +123,28 @@ def test_columns_of_other_names_are_mapped(triplets):
     ("mapping", "sentence"),
     [
         ("?query=anchor", "expected hub:owner/name"),
-        ("?query=anchor&pos=absent", "row 1: column 'absent' not found; available: anchor, positive"),
+        (
+            "?query=anchor&pos=absent",
+            "row 1: column 'absent' not found; available: anchor, positive",
+        ),
         (
             "?query=anchor&answer=positive",
-            "found 'answer=positive'; expected FIELD=COLUMN with each field at most once, where FIELD is one of query, pos, neg",
+            "found 'answer=positive'; expected FIELD=COLUMN with each field at most once, where "
+            "FIELD is one of query, pos, neg",
         ),
-        ("?query=anchor&pos=positive&pos=list", "found 'pos=list'; expected FIELD=COLUMN with each field at most once"),
+        (
+            "?query=anchor&pos=positive&pos=list",
+            "found 'pos=list'; expected FIELD=COLUMN with each field at most once",
+        ),
         ("?query=list&pos=positive", "row 1: found 2 values for query; expected exactly one"),
-        ("?query=anchor&pos=real", "row 1: column 'real' has a float; expected a text or a list of texts"),
-        ("?query=anchor&pos=truth", "row 1: column 'truth' has a bool; expected a text or a list of texts"),
+        (
+            "?query=anchor&pos=real",
+            "row 1: column 'real' has a float; expected a text or a list of texts",
+        ),
+        (
+            "?query=anchor&pos=truth",
+            "row 1: column 'truth' has a bool; expected a text or a list of texts",
+        ),
         ("::dev?query=anchor&pos=positive", "split 'dev' not found; available: train"),
     ],
 )
@@ -137,21 +165,40 @@ def test_mapped_rows_without_a_query_are_rejected_by_the_reader(tmp_path):
 
 def test_columns_that_no_reader_asks_for_may_hold_anything(name, tmp_path):
     when = datetime(2026, 1, 2)
-    passages = [[{"docid": "1", "text": "x", "seen": when}], [{"docid": "2", "text": "y", "seen": when}]]
-    rows = {"query": ["a", "b"], "positive_passages": passages, "seen": [when, when], "picture": [b"\x00", b"\xff"]}
+    passages = [
+        [{"docid": "1", "text": "x", "seen": when}],
+        [{"docid": "2", "text": "y", "seen": when}],
+    ]
+    rows = {
+        "query": ["a", "b"],
+        "positive_passages": passages,
+        "seen": [when, when],
+        "picture": [b"\x00", b"\xff"],
+    }
     (tmp_path / "dated").mkdir()
-    Dataset.from_dict({**rows, "query_id": ["q", "r"]}).to_parquet(tmp_path / "dated" / "train.parquet")
+    Dataset.from_dict({**rows, "query_id": ["q", "r"]}).to_parquet(
+        tmp_path / "dated" / "train.parquet"
+    )
     found = load_training(DataConfig(train=f"hub:{tmp_path / 'dated'}"))
     assert sorted(found.texts()) == ["", "", "a", "b", "x", "y"]
     (tmp_path / "bad").mkdir()
-    Dataset.from_dict({**rows, "query_id": [when, when]}).to_parquet(tmp_path / "bad" / "train.parquet")
-    with pytest.raises(InputError, match=r"bad, row 1: .*datetime.*; only texts and numbers are allowed"):
+    Dataset.from_dict({**rows, "query_id": [when, when]}).to_parquet(
+        tmp_path / "bad" / "train.parquet"
+    )
+    with pytest.raises(
+        InputError, match=r"bad, row 1: .*datetime.*; only texts and numbers are allowed"
+    ):
         load_training(DataConfig(train=f"hub:{tmp_path / 'bad'}")).texts()
 
 
 def test_a_name_is_taken_apart():
     name = HubName.of("hub:owner/set@abc:part:dev?query=q&pos=a,b")
-    assert (name.repository, name.revision, name.configuration, name.split) == ("owner/set", "abc", "part", "dev")
+    assert (name.repository, name.revision, name.configuration, name.split) == (
+        "owner/set",
+        "abc",
+        "part",
+        "dev",
+    )
     assert name.columns == {"query": ["q"], "pos": ["a", "b"]}
     assert HubName.of("hub:owner/set::dev").configuration is None
 
@@ -168,11 +215,19 @@ def test_a_local_folder_may_have_the_separators_of_a_name(folder, tmp_path):
 
 def retrieval(folder: Path, judged: str, splits: dict[str, str], score: bool) -> Path:
     """A set of corpus, queries and judgements, as the Hub has them: Parquet files and a README that names them."""
-    corpus = {"_id": ["p0", "p1"], "text": ["a fox", "an owl"], **({"title": ["T", ""]} if score else {})}
+    corpus = {
+        "_id": ["p0", "p1"],
+        "text": ["a fox", "an owl"],
+        **({"title": ["T", ""]} if score else {}),
+    }
     rows = {
         "corpus": corpus,
         "queries": {"_id": ["q0", "q1"], "text": ["which fox", "which owl"]},
-        judged: {"query-id": ["q0", "q1"], "corpus-id": ["p0", "p1"], **({"score": [2, 1]} if score else {})},
+        judged: {
+            "query-id": ["q0", "q1"],
+            "corpus-id": ["p0", "p1"],
+            **({"score": [2, 1]} if score else {}),
+        },
     }
     lines = ["---", "configs:"]
     for part, columns in rows.items():
@@ -189,8 +244,18 @@ def retrieval(folder: Path, judged: str, splits: dict[str, str], score: bool) ->
 
 
 def test_nanobeir_and_mteb_sets_are_beir_folders(tmp_path, name, monkeypatch):
-    nano = retrieval(tmp_path / "nano", "qrels", dict.fromkeys(("corpus", "queries", "qrels"), "NanoSciFact"), False)
-    mteb = retrieval(tmp_path / "mteb", "default", {"corpus": "corpus", "queries": "queries", "default": "test"}, True)
+    nano = retrieval(
+        tmp_path / "nano",
+        "qrels",
+        dict.fromkeys(("corpus", "queries", "qrels"), "NanoSciFact"),
+        False,
+    )
+    mteb = retrieval(
+        tmp_path / "mteb",
+        "default",
+        {"corpus": "corpus", "queries": "queries", "default": "test"},
+        True,
+    )
     monkeypatch.setattr(catalog, "NANO_REPOSITORY", f"hub:{nano}")
     for text, grade, title in (("nanobeir/scifact", 1, ""), (f"hub:{mteb}", 2, "T")):
         found = open_retrieval_set(text, "test")
@@ -199,7 +264,9 @@ def test_nanobeir_and_mteb_sets_are_beir_folders(tmp_path, name, monkeypatch):
         assert found.corpus[0] == {"id": "p0", "title": title, "text": "a fox"}
     assert evaluate("bm25", "nanobeir/scifact")["mean"]["ndcg@10"] == 1.0
     assert open_train_set(f"hub:{mteb}", "test").queries["text"][:] == ["which fox", "which owl"]
-    with pytest.raises(InputError, match="nanobeir/scifakt: no NanoBEIR set has this name; expected nanobeir/ and"):
+    with pytest.raises(
+        InputError, match="nanobeir/scifakt: no NanoBEIR set has this name; expected nanobeir/ and"
+    ):
         open_retrieval_set("nanobeir/scifakt")
 
 
@@ -213,7 +280,10 @@ def test_an_unknown_split_or_set_is_refused_in_one_sentence(name, monkeypatch):
         assert "\n" not in str(caught.value)
 
 
-DATED = [{"query_id": f"2020-01-0{day}", "query": f"2021-02-0{day}", "pos": [f"2022-03-0{day}"]} for day in (1, 2)]
+DATED = [
+    {"query_id": f"2020-01-0{day}", "query": f"2021-02-0{day}", "pos": [f"2022-03-0{day}"]}
+    for day in (1, 2)
+]
 
 
 @pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "json"])
@@ -227,7 +297,10 @@ def test_texts_like_dates_stay_strings(form, tmp_path):
     assert sorted(text for text in found.texts() if text) == sorted(
         text for record in DATED for text in (record["query"], *record["pos"])
     )
-    assert [query["id"] for query in open_train_set(f"hub:{folder}").queries] == ["2020-01-01", "2020-01-02"]
+    assert [query["id"] for query in open_train_set(f"hub:{folder}").queries] == [
+        "2020-01-01",
+        "2020-01-02",
+    ]
 
 
 @pytest.mark.parametrize("form", ["csv", "csv.gz", "tsv"])
@@ -240,7 +313,9 @@ def test_cells_of_a_table_are_texts_and_not_numbers_or_missing_values(form, tmp_
     (write_gzip if form.endswith("gz") else write)(tmp_path / "set" / f"train.{form}", table)
     name = f"hub:{tmp_path / 'set'}?query=q&pos=p&query_id=i"
     found = load_training(DataConfig(train=name))
-    assert sorted(text for text in found.texts() if text) == sorted(cell for cells in rows for cell in cells[1:])
+    assert sorted(text for text in found.texts() if text) == sorted(
+        cell for cells in rows for cell in cells[1:]
+    )
     assert [query["id"] for query in open_train_set(name).queries] == ["007", "008", "009"]
 
 
@@ -248,7 +323,8 @@ def test_a_table_whose_rows_have_more_cells_than_names_is_refused(tmp_path):
     write(tmp_path / "set" / "train.csv", "q,p\nhow, when,because\nwho,she\n")
     data = DataConfig(train=f"hub:{tmp_path / 'set'}?query=q&pos=p")
     with pytest.raises(
-        InputError, match=r"train\.csv: cannot be read after row 0 \(row 1 has more cells than the header"
+        InputError,
+        match=r"train\.csv: cannot be read after row 0 \(row 1 has more cells than the header",
     ):
         load_training(data).texts()
 
@@ -256,7 +332,10 @@ def test_a_table_whose_rows_have_more_cells_than_names_is_refused(tmp_path):
 def test_ids_of_judgements_in_a_table_keep_their_zeros(tmp_path):
     folder = tmp_path / "set"
     parts = {"corpus": "corpus.jsonl", "queries": "queries.jsonl", "default": "qrels/test.tsv"}
-    configs = [{"config_name": name, "data_files": [{"split": "test", "path": file}]} for name, file in parts.items()]
+    configs = [
+        {"config_name": name, "data_files": [{"split": "test", "path": file}]}
+        for name, file in parts.items()
+    ]
     write(folder / "README.md", f"---\nconfigs: {json.dumps(configs)}\n---\n")
     write(folder / "corpus.jsonl", lines({"_id": "012", "text": "a word"}))
     write(folder / "queries.jsonl", lines({"_id": "01", "text": "which word?"}))

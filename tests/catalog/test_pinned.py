@@ -39,7 +39,9 @@ def hub(tmp_path, monkeypatch):
     template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(
-        datasets.config, "HUB_DATASETS_URL", f"{server.url}/datasets/{{repo_id}}/resolve/{{revision}}/{{path}}"
+        datasets.config,
+        "HUB_DATASETS_URL",
+        f"{server.url}/datasets/{{repo_id}}/resolve/{{revision}}/{{path}}",
     )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
@@ -56,11 +58,17 @@ def plug(monkeypatch, connected: bool) -> None:
 
 def copy(repository: Repository) -> Path:
     """Copy a repository to the Hub's cache, as ``hf download`` does."""
-    return Path(huggingface_hub.snapshot_download(repository.name, repo_type="dataset", revision=repository.commit))
+    return Path(
+        huggingface_hub.snapshot_download(
+            repository.name, repo_type="dataset", revision=repository.commit
+        )
+    )
 
 
 def left(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
 
 
 def scifact(hub: HubServer, corpus: str = "c.jsonl") -> Path:
@@ -79,17 +87,24 @@ def test_files_are_downloaded_once_at_the_pinned_commit_with_the_token(hub, monk
     assert sorted(hub.asked) == ["README.md", "c.jsonl", "q.jsonl", "test.jsonl"]
     assert (hub.commits, hub.tokens) == ({SCIFACT.commit}, {"Bearer hf_mine"})
     monkeypatch.setenv("CONTACCUM_CACHE", str(hub.folder.parent / "other"))
-    assert (fetch("mteb/SciFact") / "corpus.jsonl").read_bytes() == (folder / "corpus.jsonl").read_bytes()
+    assert (fetch("mteb/SciFact") / "corpus.jsonl").read_bytes() == (
+        folder / "corpus.jsonl"
+    ).read_bytes()
     assert len(hub.asked) == 4
 
 
 def test_a_broken_download_is_continued(hub, monkeypatch):
     root = scifact(hub, "c.jsonl.gz")
     text = random.Random(0).randbytes(4000).hex()
-    write_gzip(root / "c.jsonl.gz", lines({"_id": "p0", "text": text}, {"_id": "p1", "text": "an owl"}))
+    write_gzip(
+        root / "c.jsonl.gz", lines({"_id": "p0", "text": text}, {"_id": "p1", "text": "an owl"})
+    )
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 16)
     hub.cut["c.jsonl.gz"] = 400
-    assert json.loads((fetch("mteb/SciFact") / "corpus.jsonl").read_text().splitlines()[0])["text"] == text
+    assert (
+        json.loads((fetch("mteb/SciFact") / "corpus.jsonl").read_text().splitlines()[0])["text"]
+        == text
+    )
     assert "c.jsonl.gz@400" in hub.asked
 
 
@@ -110,14 +125,18 @@ def test_a_complete_copy_in_the_hubs_cache_needs_no_network(hub, monkeypatch):
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_without_a_network_a_missing_or_partial_copy_is_refused_in_one_sentence(partial, hub, monkeypatch, tmp_path):
+def test_without_a_network_a_missing_or_partial_copy_is_refused_in_one_sentence(
+    partial, hub, monkeypatch, tmp_path
+):
     root = scifact(hub)
     if partial:
         (copy(SCIFACT) / "c.jsonl").unlink()
     plug(monkeypatch, False)
     with pytest.raises(InputError, match=r"mteb/.*cannot be .* the Hub") as caught:
         fetch("mteb/SciFact")
-    assert f"hf download --repo-type dataset {SCIFACT.name} --revision {SCIFACT.commit}" in str(caught.value)
+    assert f"hf download --repo-type dataset {SCIFACT.name} --revision {SCIFACT.commit}" in str(
+        caught.value
+    )
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "cache" / "mteb").exists()
     assert root.is_dir()
@@ -127,13 +146,20 @@ def miracl(language: str, judged: Path, corpus: Path, splits: tuple[str, ...]) -
     """A language in MIRACL's own files: two passages in each of two parts, and for each split one query."""
     root = f"miracl-v1.0-{language}"
     for number, split in enumerate(splits):
-        write(judged / root / "topics" / f"topics.{root}-{split}.tsv", f'{split}\twhich "fox" {number}\n')
+        write(
+            judged / root / "topics" / f"topics.{root}-{split}.tsv",
+            f'{split}\twhich "fox" {number}\n',
+        )
         qrels = f"{split} Q0 {number}#0 1\n{split} Q0 {number}#1 0\n"
         write(judged / root / "qrels" / f"qrels.{root}-{split}.tsv", qrels)
     write(judged / root / "topics" / f"topics.{root}-test-b.tsv", "t\tnever judged\n")
     for part in (0, 1):
-        rows = [{"docid": f"{part}#{n}", "title": f"T{part}", "text": f"fox {part} {n}"} for n in (0, 1)]
-        write_gzip(corpus / f"miracl-corpus-v1.0-{language}" / f"docs-{part}.jsonl.gz", lines(*rows))
+        rows = [
+            {"docid": f"{part}#{n}", "title": f"T{part}", "text": f"fox {part} {n}"} for n in (0, 1)
+        ]
+        write_gzip(
+            corpus / f"miracl-corpus-v1.0-{language}" / f"docs-{part}.jsonl.gz", lines(*rows)
+        )
 
 
 def test_a_miracl_language_is_a_beir_folder_of_its_judged_splits(hub, monkeypatch):
@@ -145,14 +171,18 @@ def test_a_miracl_language_is_a_beir_folder_of_its_judged_splits(hub, monkeypatc
     assert (found.queries, found.qrels) == ({"dev": 'which "fox" 1'}, {"dev": {"1#0": 1, "1#1": 0}})
     assert [found.corpus["id"][:], found.corpus[0]["title"]] == [["0#0", "0#1", "1#0", "1#1"], "T0"]
     train = open_train_set("miracl/sw", hard_negatives=1)
-    assert (train.queries["text"][:], train.passages["text"][:]) == (['which "fox" 0'], ["fox 0 0", "fox 0 1"])
+    assert (train.queries["text"][:], train.passages["text"][:]) == (
+        ['which "fox" 0'],
+        ["fox 0 0", "fox 0 1"],
+    )
     plug(monkeypatch, False)  # a prepared set needs no Hub
     assert fetch("miracl/sw", "dev") == fetch("miracl/sw", "train")
     assert evaluate("bm25", "miracl/sw", split="dev")["mean"]["recall@100"] == 1.0
     with pytest.raises(InputError, match="split 'test' not found; available: dev, train"):
         open_retrieval_set("miracl/sw", "test")
     with pytest.raises(
-        InputError, match=r"miracl/miracl: cannot be downloaded.*hf download --repo-type dataset miracl/miracl"
+        InputError,
+        match=r"miracl/miracl: cannot be downloaded.*hf download --repo-type dataset miracl/miracl",
     ):
         open_train_set("miracl/yo")
     plug(monkeypatch, True)
@@ -164,7 +194,8 @@ def test_miracl_has_eighteen_languages_and_no_others(hub):
     assert len(set(KNOWN + SURPRISE)) == 18
     with pytest.raises(
         InputError,
-        match="miracl/xx: not a MIRACL language; expected miracl/LANGUAGE with LANGUAGE one of ar, bn, de, en, ",
+        match="miracl/xx: not a MIRACL language; expected miracl/LANGUAGE with LANGUAGE one of ar, "
+        "bn, de, en, ",
     ):
         fetch("miracl/xx")
     assert not hub.commits
@@ -187,7 +218,9 @@ def test_miracl_is_read_from_a_copy_in_the_hubs_cache(hub, monkeypatch):
     plug(monkeypatch, False)
     part = corpus / "miracl-corpus-v1.0-de" / "docs-1.jsonl.gz"
     away = part.rename(corpus / "away")
-    with pytest.raises(InputError, match=r"miracl/miracl-corpus: cannot be downloaded from the Hub.*hf download"):
+    with pytest.raises(
+        InputError, match=r"miracl/miracl-corpus: cannot be downloaded from the Hub.*hf download"
+    ):
         fetch("miracl/de")
     away.rename(part)
     assert open_retrieval_set("miracl/de", "dev").qrels == {"dev": {"0#0": 1, "0#1": 0}}
@@ -196,7 +229,11 @@ def test_miracl_is_read_from_a_copy_in_the_hubs_cache(hub, monkeypatch):
 @pytest.mark.parametrize(
     ("file", "content", "sentence"),
     [
-        ("topics/topics.miracl-v1.0-de-dev.tsv", "no tab\n", ":1: found 'no tab'; expected a query id, a tab"),
+        (
+            "topics/topics.miracl-v1.0-de-dev.tsv",
+            "no tab\n",
+            ":1: found 'no tab'; expected a query id, a tab",
+        ),
         ("qrels/qrels.miracl-v1.0-de-dev.tsv", "q Q0 p x\n", ":1: the grade is 'x'"),
     ],
 )
@@ -262,16 +299,27 @@ def test_a_subset_is_fetched_alone_and_splits_with_a_corpus_each_are_kept_apart(
     for language in ("ar", "de"):
         rows = {
             "corpus": corpora,
-            "queries": {split: {"id": ["q0"], "text": [f"{split} {language}?"]} for split in ("dev", "test")},
-            "qrels": {split: {"query-id": ["q0"], "corpus-id": ["p0"], "score": [1]} for split in ("dev", "test")},
+            "queries": {
+                split: {"id": ["q0"], "text": [f"{split} {language}?"]} for split in ("dev", "test")
+            },
+            "qrels": {
+                split: {"query-id": ["q0"], "corpus-id": ["p0"], "score": [1]}
+                for split in ("dev", "test")
+            },
         }
         for part, splits in rows.items():
             name = f"{language}-{part}"
-            parts[name] = {split: (f"{name}/{split}-00000-of-00001.parquet", found) for split, found in splits.items()}
+            parts[name] = {
+                split: (f"{name}/{split}-00000-of-00001.parquet", found)
+                for split, found in splits.items()
+            }
     card(hub.folder / "mteb" / "MultiLongDocRetrieval", parts)
     for split in ("dev", "test"):
         found = open_retrieval_set("mteb/MultiLongDocRetrieval/de", split)
-        assert (found.corpus["text"][:], found.queries) == ([f"{split} fox"], {"q0": f"{split} de?"})
+        assert (found.corpus["text"][:], found.queries) == (
+            [f"{split} fox"],
+            {"q0": f"{split} de?"},
+        )
         assert not any(path.startswith("ar-") for path in hub.asked)
         assert any("/test" in path for path in hub.asked) == (split == "test")
     with pytest.raises(InputError, match="split 'train' not found; available: dev, test"):
@@ -287,8 +335,15 @@ def test_queries_of_several_splits_over_one_corpus_are_written_once(hub):
         "queries": {split: (f"queries/{split}.jsonl", columns) for split, columns in queries.items()},
     })  # fmt: skip
     folder = fetch("mteb/SciFact", "train")
-    assert left(folder) == ["corpus.jsonl", "qrels/test.tsv", "qrels/train.tsv", "queries.jsonl"]  # dev has no queries
-    assert [json.loads(line)["_id"] for line in (folder / "queries.jsonl").read_text().splitlines()] == ["q0", "q1"]
+    assert left(folder) == [
+        "corpus.jsonl",
+        "qrels/test.tsv",
+        "qrels/train.tsv",
+        "queries.jsonl",
+    ]  # dev has no queries
+    assert [
+        json.loads(line)["_id"] for line in (folder / "queries.jsonl").read_text().splitlines()
+    ] == ["q0", "q1"]
 
 
 @pytest.mark.parametrize(
@@ -318,7 +373,11 @@ def test_every_task_in_the_list_has_a_repository_and_a_commit():
 
 
 def judging(*passages: str) -> dict[str, list]:
-    return {"query-id": ["q0"] * len(passages), "corpus-id": [*passages], "score": [1] * len(passages)}
+    return {
+        "query-id": ["q0"] * len(passages),
+        "corpus-id": [*passages],
+        "score": [1] * len(passages),
+    }
 
 
 @pytest.mark.parametrize(
@@ -339,15 +398,26 @@ def test_configurations_are_chosen_as_mteb_chooses_them(more, passage, query, hu
         "corpus": {"_id": [f"of {name}" for name in names[:2]], "text": ["a fox", "an owl"]},
     }
     root = hub.folder / "mteb" / "scifact"
-    card(root, {name: {"test": (f"{name}.jsonl", rows[name])} for name in ("qrels", "queries", "corpus", *more)})
+    card(
+        root,
+        {
+            name: {"test": (f"{name}.jsonl", rows[name])}
+            for name in ("qrels", "queries", "corpus", *more)
+        },
+    )
     for name in ("mteb/SciFact", f"hub:{root}"):
         found = open_retrieval_set(name, "test")
         assert (found.qrels, found.queries) == ({"q0": {passage: 1}}, {"q0": query})
 
 
 def test_a_subset_has_its_own_judgements_and_the_queries_of_the_only_query(hub):
-    parts: Parts = {name: {"test": (f"{name}.jsonl", judging(name))} for name in ("de-qrels", "de-default", "default")}
-    parts["de-corpus"] = {"test": ("corpus.jsonl", {"_id": ["de-qrels", "x"], "text": ["a fox", "an owl"]})}
+    parts: Parts = {
+        name: {"test": (f"{name}.jsonl", judging(name))}
+        for name in ("de-qrels", "de-default", "default")
+    }
+    parts["de-corpus"] = {
+        "test": ("corpus.jsonl", {"_id": ["de-qrels", "x"], "text": ["a fox", "an owl"]})
+    }
     for name in ("de-queries", "query"):
         parts[name] = {"test": (f"{name}.jsonl", {"_id": ["q0"], "text": [name]})}
     card(hub.folder / "mteb" / "MultiLongDocRetrieval", parts)
@@ -368,7 +438,9 @@ def test_hub_and_mteb_read_the_same_strings_from_texts_like_dates(ending, hub):
         assert found.qrels == {"2020-02-02": {"2020-01-01": 1}}
         assert found.queries == {"2020-02-02": "2021-03-03"}
         assert found.corpus[0] == {"id": "2020-01-01", "title": "", "text": "1999-12-31"}
-    other = load_dataset("json", data_files=str(root / f"c{ending}"), split="train", streaming=True)  # negative control
+    other = load_dataset(
+        "json", data_files=str(root / f"c{ending}"), split="train", streaming=True
+    )  # negative control
     assert next(iter(other))["_id"] == datetime.datetime(2020, 1, 1)
 
 
@@ -392,7 +464,9 @@ def test_an_unknown_name_on_the_hub_is_refused_in_one_sentence(name, hub):
 
 def one(file: str, **columns: object) -> dict[str, tuple[str, dict[str, list]]]:
     """A split of one row."""
-    return {"test": (file, {name.replace("_id_", "-id"): [value] for name, value in columns.items()})}
+    return {
+        "test": (file, {name.replace("_id_", "-id"): [value] for name, value in columns.items()})
+    }
 
 
 def graded(score: object) -> Parts:
@@ -418,20 +492,28 @@ BROKEN: list[tuple[Parts, str]] = [
         {"queries": one("q.jsonl", _id=None, text="x")},
         "mteb/SciFact: .*q.jsonl:1: field '_id' is null; it must be an id",
     ),
-    ({"queries": one("q.jsonl", id=1.5, text="x")}, "q.jsonl:1: field 'id' is the number 1.5; it must be an id"),
+    (
+        {"queries": one("q.jsonl", id=1.5, text="x")},
+        "q.jsonl:1: field 'id' is the number 1.5; it must be an id",
+    ),
     (
         {"queries": one("q-00000-of-00001.parquet", _id=b"q", text="x")},
         "row 1: field '_id' is a bytes; it must be",
     ),
     (
         {"queries": {split: (f"{split}.jsonl", QUERIES) for split in ("dev", "train")}},
-        "no split has both queries and judgements. Splits with only queries: dev, train. Splits with only judgements: test.",
+        "no split has both queries and judgements. Splits with only queries: dev, train. Splits "
+        "with only judgements: test.",
     ),
-    ({"corpus": {"c": ("c.jsonl", CORPUS_ROWS)}}, "configuration 'queries' not found; available: corpus"),
+    (
+        {"corpus": {"c": ("c.jsonl", CORPUS_ROWS)}},
+        "configuration 'queries' not found; available: corpus",
+    ),
     ({"corpus": {"c": ("c.bin", CORPUS_ROWS)}}, "mteb/SciFact: cannot be loaded from the Hub"),
     (
         {"corpus": {"c": ("c.jsonl", {"_id": ["p0"]})}},
-        r"mteb/SciFact: .*/c.jsonl:1: field 'text' is missing \(other fields: '_id'\); it is required and must be a string",
+        r"mteb/SciFact: .*/c.jsonl:1: field 'text' is missing \(other fields: '_id'\); it is "
+        r"required and must be a string",
     ),
     (
         {"corpus": {"c": ("c.jsonl", {"_id": ["p0"], "text": [["x"]]})}},
@@ -443,7 +525,11 @@ BROKEN: list[tuple[Parts, str]] = [
 @pytest.mark.parametrize(("parts", "sentence"), BROKEN)
 def test_a_repository_in_another_layout_is_refused_in_one_sentence(parts, sentence, hub, tmp_path):
     if "not found" not in sentence:
-        sound = {"corpus": ("c.jsonl", CORPUS_ROWS), "queries": ("q.jsonl", QUERIES), "default": ("test.jsonl", QRELS)}
+        sound = {
+            "corpus": ("c.jsonl", CORPUS_ROWS),
+            "queries": ("q.jsonl", QUERIES),
+            "default": ("test.jsonl", QRELS),
+        }
         parts = {**{name: {"test": file} for name, file in sound.items()}, **parts}
     card(hub.folder / "mteb" / "scifact", parts)
     with pytest.raises(InputError, match=sentence) as caught:
@@ -454,19 +540,28 @@ def test_a_repository_in_another_layout_is_refused_in_one_sentence(parts, senten
 
 def spoiled(content: bytes) -> bytes:
     middle = len(content) // 2
-    return content[:middle] + bytes(byte ^ 255 for byte in content[middle : middle + 20]) + content[middle + 20 :]
+    return (
+        content[:middle]
+        + bytes(byte ^ 255 for byte in content[middle : middle + 20])
+        + content[middle + 20 :]
+    )
 
 
 @pytest.mark.parametrize(
     ("file", "damage", "sentence"),
     [
-        ("c.jsonl.gz", lambda content: content[: len(content) // 2], "the gzip stream is damaged or truncated"),
+        ("c.jsonl.gz", lambda content: content[: len(content) // 2], "the gzip stream is damaged "
+                                                                     "or truncated"),
         ("c.jsonl.gz", spoiled, "the gzip stream is damaged or truncated"),
         ("c.jsonl", lambda content: content[:-5], r":2: not JSON \(.*\); each line must be a row"),
         ("c.jsonl", lambda content: b"null\n", ":1: found null; it must be a row"),
-        ("c-00000-of-00001.parquet", lambda content: content[:-5], r"cannot be read after row 0 .* probably damaged"),
-        ("c.csv.gz", lambda content: gzip.compress(b"_id,text\np,x\n")[:-4], r"cannot be read after row [01] \(.*end"),
-        ("c.csv.gz", lambda content: b"_id,text", r"cannot be read after row 0 \(Not a gzipped file"),
+        ("c-00000-of-00001.parquet", lambda content: content[:-5], r"cannot be read after row 0 .* "
+                                                                   r"probably damaged"),
+        ("c.csv.gz", lambda content: gzip.compress(b"_id,text\np,x\n")[:-4], r"cannot be read "
+                                                                             r"after row [01] "
+                                                                             r"\(.*end"),
+        ("c.csv.gz", lambda content: b"_id,text", r"cannot be read after row 0 \(Not a gzipped "
+                                                  r"file"),
         ("c.tsv", lambda content: b"", r"cannot be read after row 0 \(No columns"),
     ],
 )  # fmt: skip
@@ -490,7 +585,9 @@ def test_rows_of_a_set_of_the_hub_are_named_by_their_configuration(hub, monkeypa
         "corpus": {"c": ("c.jsonl", CORPUS_ROWS)},
         "queries": {"q": ("q.jsonl", {"_id": ["q0", None], "text": ["x", "y"]})},
     })  # fmt: skip
-    with pytest.raises(InputError, match=r"^hub:.*/set: .*q.jsonl:2: field '_id' is null; it must be an id \("):
+    with pytest.raises(
+        InputError, match=r"^hub:.*/set: .*q.jsonl:2: field '_id' is null; it must be an id \("
+    ):
         fetch(f"hub:{hub.folder / 'set'}")
 
 
@@ -502,7 +599,10 @@ def test_a_full_disk_is_told_as_one(tmp_path):
         whole_folder(disk / "set") as part,
     ):
         beir_from_rows(
-            part, "name", *(numbered(Path("rows"), rows) for _ in range(2)), {"test": numbered(Path("rows"), rows)}
+            part,
+            "name",
+            *(numbered(Path("rows"), rows) for _ in range(2)),
+            {"test": numbered(Path("rows"), rows)},
         )
 
 
@@ -513,20 +613,28 @@ HEAD = "configs:\n- config_name: {}\n  data_files:"
     ("head", "sentence"),
     [
         ("license: mit", "mteb/SciFact: configuration 'corpus' not found; available: default"),
-        ("configs: [a: b: c", r"README.md: its metadata cannot be read \(while parsing a flow sequence"),
+        ("configs: [a: b: c", r"README.md: its metadata cannot be read \(while parsing a flow "
+                              r"sequence"),
         ("- a", "README.md: its metadata cannot be read"),
         ("configs: 5", "Expected configs to be a list"),
         ("[" * 3000, "README.md: its metadata cannot be read"),
         (HEAD.format("[corpus]") + " x.jsonl", "unhashable"),
-        *((HEAD.format("corpus") + each, "mteb/SciFact: cannot be loaded from the Hub") for each in (
-            " {}", "", " 5", " [5]", " [[x]]", " {test: []}", " {test: {a: b}}", "\n  - split: test",
-            "\n  - path: x.jsonl", "\n  - split: [a]\n    path: x.jsonl", "\n  - split: ../a\n    path: x.jsonl",
+        *((HEAD.format("corpus") + each, "mteb/SciFact: cannot be loaded from the "
+                                         "Hub") for each in (
+            " {}", "", " 5", " [5]", " [[x]]", " {test: []}", " {test: {a: b}}", "\n  - split: "
+                                                                                 "test",
+            "\n  - path: x.jsonl", "\n  - split: [a]\n    path: x.jsonl", "\n  - split: ../a\n    "
+                                                                          "path: x.jsonl",
         )),
-        (HEAD.format("corpus") + "\n" + "  - split: a\n    path: x.jsonl\n" * 2, "Some splits are duplicated"),
+        (HEAD.format("corpus") + "\n" + "  - split: a\n    path: x.jsonl\n" * 2, "Some splits are "
+                                                                                 "duplicated"),
     ],
 )  # fmt: skip
 def test_a_card_in_another_layout_is_refused(head, sentence, hub):
-    rest = "- config_name: queries\n  data_files: x.jsonl\n- config_name: default\n  data_files: x.jsonl\n"
+    rest = (
+        "- config_name: queries\n  data_files: x.jsonl\n- config_name: default\n  data_files: "
+        "x.jsonl\n"
+    )
     whole = f"{head}\n{rest if head.startswith('configs:' + chr(10)) else ''}"
     write(hub.folder / "mteb" / "scifact" / "README.md", f"---\n{whole}---\n")
     write(hub.folder / "mteb" / "scifact" / "x.jsonl", "{}\n")

@@ -18,7 +18,12 @@ from contaccum.config.commands import DataPolicy
 from contaccum.data.commands import check
 from contaccum.errors import InputError
 from contaccum.formats.dpr import read_questions
-from contaccum.formats.readers import numbered_corpus, numbered_examples, numbered_queries, read_qrels
+from contaccum.formats.readers import (
+    numbered_corpus,
+    numbered_examples,
+    numbered_queries,
+    read_qrels,
+)
 from contaccum.formats.records import stop
 
 
@@ -29,7 +34,11 @@ class Form(NamedTuple):
     sound: list[str]
     bad: list[str | bytes]
     head: str = ""
-    joined: tuple[str, str, str] = ("", "", "")  # before, between and behind records, where they are not lines
+    joined: tuple[str, str, str] = (
+        "",
+        "",
+        "",
+    )  # before, between and behind records, where they are not lines
 
 
 def second(rows):
@@ -52,7 +61,12 @@ NO_JSON: list[str | bytes] = [
     '{"_id": "\\ud800"}\n',
 ]
 PAIR = {"query_id": "q", "query": "q", "pos": ["a"], "neg": ["b"]}
-TEVATRON = {"query_id": "q", "query": "q", "positive_passages": [context(1) | {"docid": 1}], "negative_passages": []}
+TEVATRON = {
+    "query_id": "q",
+    "query": "q",
+    "positive_passages": [context(1) | {"docid": 1}],
+    "negative_passages": [],
+}
 EXAMPLES = [dpr(f"question {n}", [context(n)], [context(n + 1)], query_id=n) for n in range(6)]
 BAD_DPR = [
     {**EXAMPLES[0], "question": 5},
@@ -73,7 +87,8 @@ FORMS = {
     "qrels": Form(
         lambda path, bad: without_lines(read_qrels(path, bad)),
         [f"q{n}\tp{n}\t{n}\n" for n in range(6)],
-        ["q\tp\n", "q\tp\tx\n", "\tp\t1\n", "q p 1 2 3\n", "q\tp\t1.5\n", b"\xff\tp\t1\n", "q\t0\tp\t1\n", "\x1c\n"],
+        ["q\tp\n", "q\tp\tx\n", "\tp\t1\n", "q p 1 2 "
+                                            "3\n", "q\tp\t1.5\n", b"\xff\tp\t1\n", "q\t0\tp\t1\n", "\x1c\n"],
         head="query-id\tcorpus-id\tscore\n",
     ),
     "trec qrels": Form(
@@ -89,7 +104,8 @@ FORMS = {
     "dpr list": Form(
         lambda path, bad: second(numbered_examples(path, bad)),
         [json.dumps(example, indent=1) for example in EXAMPLES],
-        ["5", "{}", "null", '["a"]', '{"question": "\\ud800", "positive_ctxs": []}', *map(json.dumps, BAD_DPR)],
+        ["5", "{}", "null", '["a"]', '{"question": "\\ud800", "positive_ctxs": '
+                                     '[]}', *map(json.dumps, BAD_DPR)],
         joined=("[\n", ",\n", "\n]\n"),
     ),
     "pairs": Form(
@@ -104,13 +120,15 @@ FORMS = {
     ),
     "passages": Form(
         lambda path, bad: second(numbered_corpus(path, bad)),
-        ["1\tone\tT\n", '2\t"two ""2""\n\n{more"\tT\n', '3\t"three"\t"T"\n', "4\tfour {\tT\n", '5\t""\tT\n', "6\tsix\t\n"],
+        ["1\tone\tT\n", '2\t"two ""2""\n\n{more"\tT\n', '3\t"three"\t"T"\n', "4\tfour "
+                                                                             "{\tT\n", '5\t""\tT\n', "6\tsix\t\n"],
         ["1\t2\n", "1\t2\t3\t4\n", "\ttext\tT\n", b"\xff\tt\tT\n", "{}\n"],
         head="id\ttext\ttitle\n",
     ),
     "questions": Form(
         lambda path, bad: list(read_questions(path, bad)),
-        ["who?\t['a']\n", "\"when\n?\"\t['b', 'c']\n", "where?\t\"['\"\"d\"\"']\"\n", "why?\t['e']\n", "how?\t['f']\n"],
+        ["who?\t['a']\n", "\"when\n?\"\t['b', "
+                          "'c']\n", "where?\t\"['\"\"d\"\"']\"\n", "why?\t['e']\n", "how?\t['f']\n"],
         ["who?\n", "who?\t[]\n", "who?\t['a'\n", " \t['a']\n", "who?\t__import__('os')\n", "who?\t['a']\tx\n"],
     ),
 }  # fmt: skip
@@ -133,7 +151,9 @@ def test_readers_report_each_bad_record_and_read_the_others(tmp_path, name, seed
     draw = random.Random(seed)
     clean = form.read(file_of(form, list(form.sound), tmp_path / "clean"), stop)
     pieces: list[tuple[str | bytes, bool]] = [(piece, True) for piece in form.sound]
-    for piece in draw.choices(form.bad, k=count):  # the first record is sound, because it decides about the format
+    for piece in draw.choices(
+        form.bad, k=count
+    ):  # the first record is sound, because it decides about the format
         pieces.insert(draw.randrange(1, len(pieces) + 1), (piece, False))
     path = file_of(form, [piece for piece, _ in pieces], tmp_path / "spoilt")
     expected = []
@@ -155,7 +175,9 @@ def passage(key: str, text: str = "x") -> dict:
     return {"_id": key, "title": "T", "text": text}
 
 
-PAIRS = [{"query_id": f"q{n}", "query": f"query {n}", "pos": ["good"], "neg": ["bad"]} for n in range(3)]
+PAIRS = [
+    {"query_id": f"q{n}", "query": f"query {n}", "pos": ["good"], "neg": ["bad"]} for n in range(3)
+]
 BEIR = {
     "corpus.jsonl": lines(passage("p0"), passage("p1")),
     "queries.jsonl": lines({"_id": "q0", "text": "one"}, {"_id": "q1", "text": "two"}),
@@ -218,7 +240,10 @@ def test_check_lists_all_errors_of_a_beir_folder(added, sentences, tmp_path, cap
         ),
         (
             "train.json",
-            json.dumps([dpr("a", [context(1)]), dpr(" ", [context(1)]), 5, dpr("b", [context(2, " ")])], indent=1),
+            json.dumps(
+                [dpr("a", [context(1)]), dpr(" ", [context(1)]), 5, dpr("b", [context(2, " ")])],
+                indent=1,
+            ),
             [
                 "(record 2): query 'unnamed-query-2' has an empty text",
                 "(record 3): found the number 5",
@@ -230,8 +255,16 @@ def test_check_lists_all_errors_of_a_beir_folder(added, sentences, tmp_path, cap
             "who?\t['a']\nwhen?\t[]\nwhere?\n",
             [":2: the answers are '[]'", ":3: found 1 columns"],
         ),
-        ("corpus.tsv", "1\ttext\tT\n2\tx\n\tx\tT\n", [":2: found 2 columns", ":3: the id is empty"]),
-        ("queries.tsv", "1\ttext\n2\t \n1\ty\n", [":2: the text of query '2' is empty", ":3: duplicate query id '1'"]),
+        (
+            "corpus.tsv",
+            "1\ttext\tT\n2\tx\n\tx\tT\n",
+            [":2: found 2 columns", ":3: the id is empty"],
+        ),
+        (
+            "queries.tsv",
+            "1\ttext\n2\t \n1\ty\n",
+            [":2: the text of query '2' is empty", ":3: duplicate query id '1'"],
+        ),
     ],
 )
 def test_check_lists_all_errors_of_a_file(name, content, sentences, tmp_path):

@@ -55,13 +55,25 @@ def test_partition_of_equal_lengths_equals_partition_by_pairs():
     """Without padding, both partitions have the same size."""
     queries, passages = np.full(16, 8), np.full((16, 1), 24)
     cut = partition_by_tokens(queries, passages, 4 * 32, world=1)
-    assert [part.tolist() for part in cut] == [part.tolist() for part in partition_by_pairs(16, 4, 1)]
-    assert [len(part) for part in partition_by_tokens(queries, passages, 4 * 32 - 1, world=1)] == [3, 3, 3, 3, 3, 1]
+    assert [part.tolist() for part in cut] == [
+        part.tolist() for part in partition_by_pairs(16, 4, 1)
+    ]
+    assert [len(part) for part in partition_by_tokens(queries, passages, 4 * 32 - 1, world=1)] == [
+        3,
+        3,
+        3,
+        3,
+        3,
+        1,
+    ]
 
 
 def test_one_pair_may_fill_a_micro_batch():
     queries, passages = np.array([4, 4, 4]), np.array([[96], [5], [6]])
-    assert [part.tolist() for part in partition_by_tokens(queries, passages, 100, world=1)] == [[0], [2, 1]]
+    assert [part.tolist() for part in partition_by_tokens(queries, passages, 100, world=1)] == [
+        [0],
+        [2, 1],
+    ]
     with pytest.raises(AssertionError):
         partition_by_tokens(queries, passages, 99, world=1)
 

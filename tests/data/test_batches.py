@@ -33,7 +33,9 @@ class Rows:
 
 @pytest.fixture
 def parts(tmp_path):
-    qrels = "".join(f"q{n}\tp{n}\t1\nq{n}\tp{n + 1}\t1\nq{n}\tp{n + 2}\t0\n" for n in range(0, 20, 2))
+    qrels = "".join(
+        f"q{n}\tp{n}\t1\nq{n}\tp{n + 1}\t1\nq{n}\tp{n + 2}\t0\n" for n in range(0, 20, 2)
+    )
     train_set = open_train_set(beir(tmp_path, qrels, passages=22, queries=20), hard_negatives=1)
     sampler = StepSampler(train_set, seed=1, global_batch_size=8, hard_negatives=1)
     return train_set, sampler, Rows(len(train_set.queries)), Rows(len(train_set.passages))
@@ -51,7 +53,10 @@ def test_padding_on_both_sides():
 
 @pytest.mark.parametrize("tokens", [None, 24])
 def test_a_missing_passage_has_the_first_token_of_the_positive(tokens, tmp_path):
-    qrels = "".join(f"q{n}\tp{n + 2}\t1\nq{n}\tp{n}\t0\n" if n % 4 else f"q{n}\tp{n + 2}\t1\n" for n in range(0, 20, 2))
+    qrels = "".join(
+        f"q{n}\tp{n + 2}\t1\nq{n}\tp{n}\t0\n" if n % 4 else f"q{n}\tp{n + 2}\t1\n"
+        for n in range(0, 20, 2)
+    )
     train_set = open_train_set(beir(tmp_path, qrels, passages=22, queries=20), hard_negatives=2)
     sampler = StepSampler(train_set, 1, 8, 2, fill="none")
     tables = Rows(len(train_set.queries)), Rows(len(train_set.passages))
@@ -67,7 +72,9 @@ def test_a_missing_passage_has_the_first_token_of_the_positive(tokens, tmp_path)
         assert (columns == MISSING).tolist() == [False, int(name[1:]) % 4 == 0, True]
         token = torch.where(columns == MISSING, columns[0], columns) + 1
         assert passages[:, 0].tolist() == token.tolist()
-        assert lengths.tolist() == [1 if column == MISSING else column % 3 + 1 for column in columns.tolist()]
+        assert lengths.tolist() == [
+            1 if column == MISSING else column % 3 + 1 for column in columns.tolist()
+        ]
 
 
 def test_one_process_gets_the_steps_rows_in_order(parts):
@@ -79,8 +86,13 @@ def test_one_process_gets_the_steps_rows_in_order(parts):
     assert names == [train_set.queries["id"][n] for n in rows.queries]
     assert torch.cat([batch.ids.columns for batch in batches]).tolist() == rows.passages.tolist()
     for k, batch in enumerate(batches):
-        assert batch.queries.input_ids[:, 0].tolist() == (rows.queries[2 * k : 2 * k + 2] + 1).tolist()
-        assert batch.passages.input_ids[:, 0].tolist() == (rows.passages[2 * k : 2 * k + 2].reshape(-1) + 1).tolist()
+        assert (
+            batch.queries.input_ids[:, 0].tolist() == (rows.queries[2 * k : 2 * k + 2] + 1).tolist()
+        )
+        assert (
+            batch.passages.input_ids[:, 0].tolist()
+            == (rows.passages[2 * k : 2 * k + 2].reshape(-1) + 1).tolist()
+        )
         positives = rows.positives[2 * k : 2 * k + 2]
         assert batch.ids.positives.tolist() == positives.tolist()
         assert NO_PASSAGE not in positives[:, :2]
@@ -101,7 +113,9 @@ def test_processes_divide_each_micro_batch_and_know_all_ids(parts):
 
 def test_queries_and_passages_have_separate_padding_tokens(parts):
     train_set, sampler, *tables = parts
-    (batch,) = Batches(train_set, sampler, *tables, BatchForm(8, pad_ids=(77, 88), side="left")).step(0)
+    (batch,) = Batches(
+        train_set, sampler, *tables, BatchForm(8, pad_ids=(77, 88), side="left")
+    ).step(0)
     for tokens, padding in ((batch.queries, 77), (batch.passages, 88)):
         assert set(tokens.input_ids[tokens.attention_mask == 0].tolist()) == {padding}
         assert tokens.attention_mask[:, -1].all()

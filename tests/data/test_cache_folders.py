@@ -34,7 +34,9 @@ def opened(tmp_path: Path, kind: str) -> Path:
 
 def reread(tmp_path: Path, kind: str) -> Dataset | TrainSet:
     return (
-        open_corpus(tmp_path / "d") if kind == "corpus" else open_train_set(tmp_path / "pairs.jsonl", hard_negatives=1)
+        open_corpus(tmp_path / "d")
+        if kind == "corpus"
+        else open_train_set(tmp_path / "pairs.jsonl", hard_negatives=1)
     )
 
 
@@ -76,9 +78,13 @@ def test_damaged_tables_are_built_again(kind, file, damage, tmp_path):
     written = rows(reread(tmp_path, kind))
     stamp = (folder / file).stat().st_mtime_ns
     assert rows(reread(tmp_path, kind)) == written
-    assert (folder / file).stat().st_mtime_ns == stamp  # negative control: a sound table is used again
+    assert (
+        folder / file
+    ).stat().st_mtime_ns == stamp  # negative control: a sound table is used again
     damage(folder / file)
-    with pytest.warns(UserWarning, match=f"{folder.name}: the cached tables are damaged and are built again"):
+    with pytest.warns(
+        UserWarning, match=f"{folder.name}: the cached tables are damaged and are built again"
+    ):
         assert rows(reread(tmp_path, kind)) == written
 
 
@@ -131,13 +137,19 @@ commands.convert(*sys.argv[2:], split="test")
 """
 
 
-@pytest.mark.parametrize(("to", "call"), [*(("jsonl", n) for n in (1, 2, 3)), *(("beir", n) for n in (1, 3, 5, 6))])
+@pytest.mark.parametrize(
+    ("to", "call"), [*(("jsonl", n) for n in (1, 2, 3)), *(("beir", n) for n in (1, 3, 5, 6))]
+)
 def test_the_next_conversion_removes_what_a_killed_one_left(to, call, tmp_path):
     target = tmp_path / "out" / "set"
     source = tmp_path / "d" if to == "jsonl" else tmp_path / "pairs.jsonl"
-    assert main(["data", "check", str(source)]) == 0  # the cache is warm: every call below is one of the conversion
+    assert (
+        main(["data", "check", str(source)]) == 0
+    )  # the cache is warm: every call below is one of the conversion
     target.parent.mkdir()
-    killed = subprocess.run([python(), "-c", KILLED, str(call), source, target, to], check=False, capture_output=True)
+    killed = subprocess.run(
+        [python(), "-c", KILLED, str(call), source, target, to], check=False, capture_output=True
+    )
     assert killed.returncode == -9, killed.stderr
     names = [path.name for path in target.parent.iterdir()]
     assert names in ([target.name], [name for name in names if is_leftover(name)]), names
@@ -154,5 +166,17 @@ def test_only_the_files_of_dead_processes_are_removed(tmp_path):
     dead = tmp_path / name.replace(f"-{os.getpid()}.", "-999999999.")
     for path in (living, elsewhere, dead):
         path.write_text("")
-    assert main(["data", "convert", str(tmp_path / "pairs.jsonl"), str(tmp_path / "out.jsonl"), "--to", "dpr"]) == 0
+    assert (
+        main(
+            [
+                "data",
+                "convert",
+                str(tmp_path / "pairs.jsonl"),
+                str(tmp_path / "out.jsonl"),
+                "--to",
+                "dpr",
+            ]
+        )
+        == 0
+    )
     assert [path.exists() for path in (living, elsewhere, dead)] == [True, True, False]

@@ -36,7 +36,9 @@ def test_check_reads_only_the_chosen_split(tmp_path):
 
 def test_hidden_files_are_no_splits(tmp_path):
     beir(tmp_path)
-    write(tmp_path / "qrels" / "._train.tsv", "\0\5\26\7")  # macOS writes such a file to disks of other systems
+    write(
+        tmp_path / "qrels" / "._train.tsv", "\0\5\26\7"
+    )  # macOS writes such a file to disks of other systems
     assert list(check(tmp_path)["splits"]) == ["train"]
 
 
@@ -47,8 +49,13 @@ def test_check_counts_queries_in_several_splits(tmp_path):
 
 
 def test_queries_with_the_id_of_a_positive_are_counted(tmp_path):
-    """Two tables of a database often number their rows from 1. Every metric was then 0, without a warning."""
-    records = [{"query_id": n, "query": f"red {n}", "pos": ["a red fox"], "pos_id": [0]} for n in range(4)]
+    """Two tables of a database often number their rows from 1.
+
+    Every metric was then 0, without a warning.
+    """
+    records = [
+        {"query_id": n, "query": f"red {n}", "pos": ["a red fox"], "pos_id": [0]} for n in range(4)
+    ]
     found = "1 queries have the same id as one of their positives"
     with pytest.warns(UserWarning, match=rf"pairs.jsonl: {found}"):
         evaluate("bm25", str(write(tmp_path / "pairs.jsonl", lines(*records))))
@@ -60,7 +67,9 @@ def test_queries_with_the_id_of_a_positive_are_counted(tmp_path):
             warnings.simplefilter("always")
             check(tmp_path / name)
             evaluate("bm25", str(tmp_path / name))
-        assert len([each for each in caught if "the same id as" in str(each.message)]) == (2 if name == "same" else 0)
+        assert len([each for each in caught if "the same id as" in str(each.message)]) == (
+            2 if name == "same" else 0
+        )
 
 
 def test_strict_refuses_queries_without_a_positive(tmp_path):
@@ -78,7 +87,10 @@ def test_a_folder_without_splits_is_refused(tmp_path):
 def test_check_reports_statistics_of_examples(tmp_path):
     records = [
         dpr("one two?", [context(1), context(2)], [context(3)], [context(4)]),
-        dpr("three?", [{"title": "", "text": "text 1", "passage_id": 5}, {"text": "text 1", "passage_id": 6}]),
+        dpr(
+            "three?",
+            [{"title": "", "text": "text 1", "passage_id": 5}, {"text": "text 1", "passage_id": 6}],
+        ),
     ]
     found = check(write(tmp_path / "t.json", json.dumps(records)))
     assert (found["kind"], found["examples"], found["passages"]) == ("dpr", 2, 6)
@@ -91,8 +103,16 @@ def test_check_reports_statistics_of_examples(tmp_path):
 
 
 def test_check_reports_statistics_of_corpus_queries_and_questions(tmp_path):
-    assert check(write(tmp_path / "c.tsv", "1\ta b c\tT\n2\td\tT\n"))["words per passage"]["mean"] == 2.0
-    assert check(write(tmp_path / "queries.jsonl", lines({"_id": 1, "text": "a b"})))["words per query"]["max"] == 2
+    assert (
+        check(write(tmp_path / "c.tsv", "1\ta b c\tT\n2\td\tT\n"))["words per passage"]["mean"]
+        == 2.0
+    )
+    assert (
+        check(write(tmp_path / "queries.jsonl", lines({"_id": 1, "text": "a b"})))[
+            "words per query"
+        ]["max"]
+        == 2
+    )
     found = check(write(tmp_path / "qa.csv", "who is it?\t['a', 'b']\n"))
     assert (found["questions"], found["answers per question"]["max"]) == (1, 2)
 
@@ -104,13 +124,18 @@ def test_file_name_or_title_decides_between_corpus_and_queries(tmp_path):
         assert check(made(tmp_path / name, lines(bare)))["passages"] == 1
     assert check(write(tmp_path / "other.jsonl", lines(bare, titled)))["passages"] == 2
     assert check(write(tmp_path / "queries.jsonl", lines(titled, bare)))["queries"] == 2
-    with pytest.warns(UserWarning, match="read the file as queries, because its first records have no title"):
+    with pytest.warns(
+        UserWarning, match="read the file as queries, because its first records have no title"
+    ):
         assert check(write(tmp_path / "other.jsonl", lines(bare)))["queries"] == 1
 
 
 def test_check_with_repair_accepts_a_flawed_set(tmp_path):
     beir(tmp_path)
-    write(tmp_path / "corpus.jsonl", (tmp_path / "corpus.jsonl").read_text() + lines({"_id": "p0", "text": "new"}))
+    write(
+        tmp_path / "corpus.jsonl",
+        (tmp_path / "corpus.jsonl").read_text() + lines({"_id": "p0", "text": "new"}),
+    )
     with pytest.raises(InputError, match="'p0'"):
         check(tmp_path)
     with pytest.warns(UserWarning, match="1 passages"):
@@ -141,5 +166,7 @@ def test_check_counts_and_validates_teacher_scores(tmp_path):
     plain = check(write(tmp_path / "plain.jsonl", lines(records[2])))
     assert "examples with a teacher's scores" not in plain
     wrong = write(tmp_path / "wrong.jsonl", lines(scored, {**scored, "neg_scores": []}))
-    with pytest.raises(InputError, match=":2: found scores for 1 of 1 positives and 0 of 1 negatives"):
+    with pytest.raises(
+        InputError, match=":2: found scores for 1 of 1 positives and 0 of 1 negatives"
+    ):
         check(wrong)

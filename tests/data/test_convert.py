@@ -28,7 +28,9 @@ def meaning(path, split="train"):
             for key, grades in found.qrels.items()
         }
     return {
-        example.query: tuple({row.id: row.content for row in rows} for rows in (example.positives, example.negatives))
+        example.query: tuple(
+            {row.id: row.content for row in rows} for rows in (example.positives, example.negatives)
+        )
         for example in read_examples(path)
     }
 
@@ -38,7 +40,9 @@ def test_a_target_with_the_ending_gz_is_gzipped(tmp_path, form):
     """The file once had plain text under a .gz name."""
     for name in ("plain", "packed.gz", "again.gz"):
         convert(beir(tmp_path / f"source-{name}"), tmp_path / name, form)
-    assert gzip.decompress((tmp_path / "packed.gz").read_bytes()) == (tmp_path / "plain").read_bytes()
+    assert (
+        gzip.decompress((tmp_path / "packed.gz").read_bytes()) == (tmp_path / "plain").read_bytes()
+    )
     assert (tmp_path / "packed.gz").read_bytes() == (tmp_path / "again.gz").read_bytes()
 
 
@@ -57,7 +61,11 @@ def test_conversion_round_trip_keeps_the_content(tmp_path, first, second):
 def test_converting_twice_to_the_same_format_is_byte_identical(tmp_path, form):
     convert(beir(tmp_path / "source"), tmp_path / "a", form)
     convert(tmp_path / "a", tmp_path / "b", form)
-    files = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*")] if form == "beir" else ["."]
+    files = (
+        [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*")]
+        if form == "beir"
+        else ["."]
+    )
     for name in files:
         if (tmp_path / "a" / name).is_file():
             assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
@@ -73,7 +81,11 @@ def test_dpr_output_is_json_and_keeps_other_negatives(tmp_path):
     records = [dpr("one?", [context(1)], [context(2)], [context(3)])]
     convert(write(tmp_path / "s.json", json.dumps(records)), tmp_path / "t.json", "dpr")
     (record,) = json.loads((tmp_path / "t.json").read_text())
-    assert {name: [row["passage_id"] for row in record[name]] for name in record if name.endswith("ctxs")} == {
+    assert {
+        name: [row["passage_id"] for row in record[name]]
+        for name in record
+        if name.endswith("ctxs")
+    } == {
         "positive_ctxs": ["1"],
         "hard_negative_ctxs": ["2"],
         "negative_ctxs": ["3"],
@@ -89,7 +101,9 @@ def test_beir_to_beir_keeps_the_whole_corpus_and_split_name(tmp_path):
 
 
 def test_queries_without_a_positive_are_skipped(tmp_path):
-    source = write(tmp_path / "s.jsonl", lines({"query": "a", "pos": []}, {"query": "b", "pos": ["x"]}))
+    source = write(
+        tmp_path / "s.jsonl", lines({"query": "a", "pos": []}, {"query": "b", "pos": ["x"]})
+    )
     with pytest.warns(UserWarning, match="1 queries"):
         convert(source, tmp_path / "t", "dpr")
     assert [example.query.text for example in read_examples(tmp_path / "t")] == ["b"]
@@ -121,7 +135,14 @@ def test_bad_input_leaves_nothing_behind(tmp_path):
 def scored_lines(folder):
     """Queries with scores, with two scores of one passage, and without; 0.1 is not exact in float32."""
     records = [
-        {"query_id": "a", "query": "a", "pos": ["x"], "neg": ["y", "z"], "pos_scores": [7], "neg_scores": [0.1, -3e10]},
+        {
+            "query_id": "a",
+            "query": "a",
+            "pos": ["x"],
+            "neg": ["y", "z"],
+            "pos_scores": [7],
+            "neg_scores": [0.1, -3e10],
+        },
         {"query_id": "b", "query": "b", "pos": ["x", "x"], "neg": [], "pos_scores": [1.5, 9]},
         {"query_id": "c", "query": "c", "pos": ["z"], "neg": ["x"]},
     ]
@@ -147,7 +168,8 @@ def test_teacher_scores_stay_with_their_passages(tmp_path):
 def test_dropped_teacher_scores_give_one_warning(form, tmp_path):
     source = scored_lines(tmp_path)
     with pytest.warns(
-        UserWarning, match=f"scored.jsonl: teacher scores are dropped, because {form} has no field for them"
+        UserWarning,
+        match=f"scored.jsonl: teacher scores are dropped, because {form} has no field for them",
     ) as said:
         convert(source, tmp_path / "t", form)
     assert len(said) == 1
@@ -156,7 +178,11 @@ def test_dropped_teacher_scores_give_one_warning(form, tmp_path):
 
 
 def test_an_invalid_score_is_refused_before_writing(tmp_path):
-    source = write(tmp_path / "s.jsonl", lines({"query": "a", "pos": ["x"], "pos_scores": ["high"]}))
-    with pytest.raises(InputError, match=r":1, pos_scores\[0\]: found a string; a score must be a finite number"):
+    source = write(
+        tmp_path / "s.jsonl", lines({"query": "a", "pos": ["x"], "pos_scores": ["high"]})
+    )
+    with pytest.raises(
+        InputError, match=r":1, pos_scores\[0\]: found a string; a score must be a finite number"
+    ):
         convert(source, tmp_path / "t", "tevatron")
     assert not (tmp_path / "t").exists()

@@ -96,13 +96,17 @@ SETS = st.integers(2, 12).flatmap(
         max_size=9,
     ).map(
         lambda rows: numbers(
-            [row[0] for row in rows], [[n for n in row[1] if n not in row[0]] for row in rows], passages
+            [row[0] for row in rows],
+            [[n for n in row[1] if n not in row[0]] for row in rows],
+            passages,
         )
     )
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(SETS, st.integers(0, 2**32), st.integers(1, 20))
 @pytest.mark.filterwarnings("ignore:.*hard negatives")
 def test_every_epoch_has_every_query_once(train_set, seed, size):
@@ -114,7 +118,9 @@ def test_every_epoch_has_every_query_once(train_set, seed, size):
         assert sorted(stream[epoch * count : (epoch + 1) * count]) == list(range(count))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(SETS, st.integers(0, 2**32), st.integers(0, 50))
 @pytest.mark.filterwarnings("ignore:.*hard negatives")
 def test_a_step_has_one_positive_and_different_hard_negatives(train_set, seed, step):
@@ -133,8 +139,14 @@ def test_a_step_has_one_positive_and_different_hard_negatives(train_set, seed, s
 
 
 def test_a_step_depends_only_on_seed_and_step():
-    train_set = numbers([[n, (n + 1) % 50] for n in range(40)], [[(n + 2) % 50, (n + 3) % 50] for n in range(40)], 50)
-    one, two = (StepSampler(train_set, seed=3, global_batch_size=16, hard_negatives=1) for _ in range(2))
+    train_set = numbers(
+        [[n, (n + 1) % 50] for n in range(40)],
+        [[(n + 2) % 50, (n + 3) % 50] for n in range(40)],
+        50,
+    )
+    one, two = (
+        StepSampler(train_set, seed=3, global_batch_size=16, hard_negatives=1) for _ in range(2)
+    )
     forward = [one(step) for step in range(6)]
     backward = [two(step) for step in reversed(range(6))][::-1]
     for left, right in zip(forward, backward, strict=True):
@@ -145,7 +157,11 @@ def test_a_step_depends_only_on_seed_and_step():
 
 
 def test_more_hard_negatives_do_not_change_queries_and_positives():
-    train_set = numbers([[n, (n + 1) % 50] for n in range(40)], [[(n + 2) % 50, (n + 3) % 50] for n in range(40)], 50)
+    train_set = numbers(
+        [[n, (n + 1) % 50] for n in range(40)],
+        [[(n + 2) % 50, (n + 3) % 50] for n in range(40)],
+        50,
+    )
     none, two = (StepSampler(train_set, 1, 16, hard)(5) for hard in (0, 2))
     assert np.array_equal(none.queries, two.queries)
     assert np.array_equal(none.passages[:, 0], two.passages[:, 0])
@@ -185,11 +201,15 @@ def test_hard_negatives_that_a_query_lacks_are_missing_without_fill(recwarn):
         assert passages[: 1 + count].tolist() == random[: 1 + count].tolist()
         assert passages[1 + count :].tolist() == [MISSING] * (2 - count)
         assert MISSING not in random
-    StepSampler(numbers([[0], [0, 1]], [[], []], 3), 0, 2, 2, fill="none")  # no other passage is needed
+    StepSampler(
+        numbers([[0], [0, 1]], [[], []], 3), 0, 2, 2, fill="none"
+    )  # no other passage is needed
 
 
 def test_too_few_passages_for_the_hard_negatives_are_refused():
-    with pytest.raises(InputError, match=r"query 'q1': .* only 1 possible negatives .* data.hard_negatives is 2"):
+    with pytest.raises(
+        InputError, match=r"query 'q1': .* only 1 possible negatives .* data.hard_negatives is 2"
+    ):
         StepSampler(numbers([[0], [0, 1]], [[], []], 3), 0, 2, 2)
 
 

@@ -35,7 +35,11 @@ def test_demo_refuses_an_existing_folder(tmp_path):
 
 def test_splits_have_their_sizes_and_share_no_question():
     sets = {split: open_retrieval_set(DEMO, split) for split in ("train", "dev", "test")}
-    assert {split: len(found.queries) for split, found in sets.items()} == {"train": 4000, "dev": 200, "test": 300}
+    assert {split: len(found.queries) for split, found in sets.items()} == {
+        "train": 4000,
+        "dev": 200,
+        "test": 300,
+    }
     texts = [text for found in sets.values() for text in found.queries.values()]
     assert len(set(texts)) == len(texts) == 4500
     assert len(sets["test"].corpus) == 3000
@@ -64,10 +68,16 @@ def test_every_question_fits_its_passage_and_no_other():
     passages = {}
     for key, text in zip(found.corpus["id"], found.corpus["text"], strict=True):
         k = int(key[1:]) // 1000
-        passages[key] = {value for value, words in values[k].items() if re.search(rf"\b{re.escape(words[0])}\b", text)}
+        passages[key] = {
+            value
+            for value, words in values[k].items()
+            if re.search(rf"\b{re.escape(words[0])}\b", text)
+        }
         assert len(passages[key]) == 6
     for query, text in found.queries.items():
-        k = next(k for k, kind in enumerate(KINDS) if any(f" {noun} " in text for noun in kind.nouns))
+        k = next(
+            k for k, kind in enumerate(KINDS) if any(f" {noun} " in text for noun in kind.nouns)
+        )
         clauses = {
             (k, letter, n)
             for letter, attribute in KINDS[k].attributes.items()

@@ -66,7 +66,9 @@ def test_truncated_or_damaged_gzip_is_refused(tmp_path):
     rows = ({"_id": str(n), "text": str(random.Random(n).random())} for n in range(2000))
     whole = gzip.compress(lines(*rows).encode())
     assert "gzip" in refusal(read_corpus, write(tmp_path / "cut.jsonl.gz", whole[:-2000]))
-    assert "gzip" in refusal(read_corpus, write(tmp_path / "bad.jsonl.gz", whole[:5000] + b"\xff" * 50 + whole[5050:]))
+    assert "gzip" in refusal(
+        read_corpus, write(tmp_path / "bad.jsonl.gz", whole[:5000] + b"\xff" * 50 + whole[5050:])
+    )
 
 
 def test_queries_are_read_and_an_empty_text_is_refused(tmp_path):
@@ -77,10 +79,14 @@ def test_queries_are_read_and_an_empty_text_is_refused(tmp_path):
 
 def test_qrels_are_read_with_and_without_header_and_in_trec_format(tmp_path):
     expected = [("q 1", "p", 2), ("q2", "p", 0)]
-    for number, text in enumerate(["query-id\tcorpus-id\tscore\nq 1\tp\t2\nq2\tp\t0\n", "q 1\tp\t2\r\nq2\tp\t0\r\n"]):
+    for number, text in enumerate(
+        ["query-id\tcorpus-id\tscore\nq 1\tp\t2\nq2\tp\t0\n", "q 1\tp\t2\r\nq2\tp\t0\r\n"]
+    ):
         assert [row[:3] for row in read_qrels(write(tmp_path / f"{number}.tsv", text))] == expected
     for key in ("query", "qid", "query-id"):  # an id, where a grade stands behind it
-        assert [row[:3] for row in read_qrels(write(tmp_path / "h.tsv", f"{key}\tp\t1\nq2\tp\t0\n"))] == [
+        assert [
+            row[:3] for row in read_qrels(write(tmp_path / "h.tsv", f"{key}\tp\t1\nq2\tp\t0\n"))
+        ] == [
             (key, "p", 1),
             ("q2", "p", 0),
         ]
@@ -95,7 +101,9 @@ def test_dpr_corpus_reads_what_the_csv_module_writes(tmp_path):
     rows = [["1", 'He said "no"\tand left', "T"], ["2", "two\nlines", 'A "b"'], ["3", "plain", ""]]
     path = tmp_path / "psgs.tsv"
     with open(path, "w", newline="") as file:
-        csv.writer(file, delimiter="\t", lineterminator="\n").writerows([["id", "text", "title"], *rows])
+        csv.writer(file, delimiter="\t", lineterminator="\n").writerows(
+            [["id", "text", "title"], *rows]
+        )
     assert list(read_corpus(path)) == [Passage(key, title, text) for key, text, title in rows]
 
 
@@ -142,9 +150,9 @@ def test_dpr_examples_are_read_from_a_list_and_from_lines(tmp_path):
         assert second.query == ("Q", "two?")
         assert not second.positives
         assert third.positives[0].id == "9"
-    assert [example.query for example in read_examples(write_gzip(tmp_path / "d", json.dumps(records)))][2][
-        1
-    ] == "three?"
+    assert [
+        example.query for example in read_examples(write_gzip(tmp_path / "d", json.dumps(records)))
+    ][2][1] == "three?"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +166,9 @@ def test_dpr_examples_are_read_from_a_list_and_from_lines(tmp_path):
     ],
 )
 def test_a_broken_json_list_is_located(tmp_path, text, words):
-    sentence = refusal(lambda path: json_records(path, "things", as_it_is), write(tmp_path / "t.json", text))
+    sentence = refusal(
+        lambda path: json_records(path, "things", as_it_is), write(tmp_path / "t.json", text)
+    )
     assert all(word in sentence for word in words), sentence
 
 
@@ -168,13 +178,18 @@ def test_bytes_that_are_not_utf8_in_a_json_list_are_located(tmp_path):
 
 
 VALUES = st.dictionaries(
-    st.text(max_size=5), st.recursive(st.text() | st.booleans() | st.floats() | st.integers(), st.lists, max_leaves=5)
+    st.text(max_size=5),
+    st.recursive(st.text() | st.booleans() | st.floats() | st.integers(), st.lists, max_leaves=5),
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(VALUES, max_size=6), st.integers(1, 40), st.sampled_from([None, 1]))
-def test_json_list_equals_json_loads_for_any_window_size(tmp_path, monkeypatch, records, window, indent):
+def test_json_list_equals_json_loads_for_any_window_size(
+    tmp_path, monkeypatch, records, window, indent
+):
     monkeypatch.setattr("contaccum.formats.json_records.CHUNK", window)
     path = write(tmp_path / "t.json", json.dumps(records, indent=indent, ensure_ascii=True))
     found = [record for _, record in json_records(path, "things", as_it_is)]
@@ -228,7 +243,10 @@ def test_every_format_is_detected_from_content(tmp_path):
     }
     for kind, text in files.items():
         assert kind_of_data(write(tmp_path / f"{kind}.txt", text)) == kind
-    assert kind_of_data(write(tmp_path / "c", lines({"_id": "a", "title": "", "text": "x"}))) == "corpus"
+    assert (
+        kind_of_data(write(tmp_path / "c", lines({"_id": "a", "title": "", "text": "x"})))
+        == "corpus"
+    )
 
 
 def test_the_fields_of_a_json_list_decide_about_its_format(tmp_path):
@@ -237,4 +255,6 @@ def test_the_fields_of_a_json_list_decide_about_its_format(tmp_path):
     path = write(tmp_path / "t.json", json.dumps(records, indent=1))
     assert kind_of_data(path) == "jsonl"
     assert [example.query.text for example in read_examples(path)] == ["one", "two"]
-    assert kind_of_data(write(tmp_path / "d.json", json.dumps([dpr("one?", [context(1)])]))) == "dpr"
+    assert (
+        kind_of_data(write(tmp_path / "d.json", json.dumps([dpr("one?", [context(1)])]))) == "dpr"
+    )

@@ -42,7 +42,9 @@ def sets(tmp_path):
 
 
 def mixed(sets, weights=(None, None), **values) -> DataConfig:
-    members = [MixtureConfig(path, weight=weight) for path, weight in zip(sets, weights, strict=True)]
+    members = [
+        MixtureConfig(path, weight=weight) for path, weight in zip(sets, weights, strict=True)
+    ]
     return DataConfig(mixture=members, hard_negatives=1, **values)
 
 
@@ -52,7 +54,9 @@ def sampler_of(data: DataConfig, seed: int = 0, size: int = 10) -> tuple:
 
 
 @pytest.mark.parametrize("batches", ["mixed", "one_set"])
-@pytest.mark.parametrize(("given", "share"), [((None, None), SIZES[0] / sum(SIZES)), ((1, 3), 0.25)])
+@pytest.mark.parametrize(
+    ("given", "share"), [((None, None), SIZES[0] / sum(SIZES)), ((1, 3), 0.25)]
+)
 def test_sets_are_drawn_by_weight_each_in_its_own_order(batches, given, share, sets):
     found, sampler = sampler_of(mixed(sets, given, mixture_batches=batches))
     steps = [sampler(step) for step in range(400)]
@@ -63,7 +67,12 @@ def test_sets_are_drawn_by_weight_each_in_its_own_order(batches, given, share, s
     draws = 400 if batches == "one_set" else 4000
     assert abs(np.mean(np.concatenate(drawn)) - share) < 5 * np.sqrt(share * (1 - share) / draws)
     for number, size in enumerate(SIZES):  # each pass over a set meets every query of it once
-        own = [row for step in steps for row in sorted(step.queries) if (row < SIZES[0]) == (number == 0)]
+        own = [
+            row
+            for step in steps
+            for row in sorted(step.queries)
+            if (row < SIZES[0]) == (number == 0)
+        ]
         order = Counter(own)
         assert max(order.values()) - min(order.values()) <= 1
         assert set(order) == set(range(number * SIZES[0], number * SIZES[0] + size))
@@ -72,7 +81,10 @@ def test_sets_are_drawn_by_weight_each_in_its_own_order(batches, given, share, s
             positives = set(found.positives.row(query).tolist())
             assert passages[0] in positives == set(known.tolist()) - {NO_PASSAGE}
             assert passages[1] in set(found.negatives.row(query).tolist())
-            both = {f"{found.passages[int(row)]['text']}".startswith(("a lark", "larks", "an owl")) for row in passages}
+            both = {
+                f"{found.passages[int(row)]['text']}".startswith(("a lark", "larks", "an owl"))
+                for row in passages
+            }
             assert both == {query >= SIZES[0]}
 
 
@@ -91,7 +103,9 @@ def test_a_past_step_does_not_draw_all_earlier_steps_again(sets, monkeypatch):
     _, sampler = sampler_of(mixed(sets))
     steps = [sampler(step) for step in range(301)]
     drawn, counts = [], MixtureSampler.counts
-    monkeypatch.setattr(MixtureSampler, "counts", lambda own, step: drawn.append(step) or counts(own, step))
+    monkeypatch.setattr(
+        MixtureSampler, "counts", lambda own, step: drawn.append(step) or counts(own, step)
+    )
     for step in (300, 281, 15, 16, 300):
         for one, other in zip(sampler(step), steps[step], strict=True):
             assert np.array_equal(one, other)
@@ -118,7 +132,9 @@ def test_a_sampler_can_be_read_by_two_threads(sets, monkeypatch):
 def test_each_set_uses_its_prefixes(sets, tmp_path):
     data = mixed(sets)
     data.mixture[1] = replace(data.mixture[1], query_prefix="red ", passage_prefix="")
-    config = train_config(tmp_path, tmp_path, **{"model.query_prefix": "lives ", "model.passage_prefix": "valley "})
+    config = train_config(
+        tmp_path, tmp_path, **{"model.query_prefix": "lives ", "model.passage_prefix": "valley "}
+    )
     config.data = data
     found = load_training(data)
     encoder = parts.build_encoder(config, found)
@@ -131,10 +147,14 @@ def test_each_set_uses_its_prefixes(sets, tmp_path):
         for number, text in enumerate(texts):
             second = "bird" in text
             assert text.startswith("red which" if second else "lives where"), text
-            assert passages[2 * number].startswith(("a lark", "larks") if second else "valley "), passages
+            assert passages[2 * number].startswith(("a lark", "larks") if second else "valley "), (
+                passages
+            )
             seen[second] += 1
     assert min(seen.values()) > 1
-    assert batches._query_tokens.longest() == max(len(row) for row in batches._query_tokens.rows(range(sum(SIZES))))
+    assert batches._query_tokens.longest() == max(
+        len(row) for row in batches._query_tokens.rows(range(sum(SIZES)))
+    )
 
 
 def test_a_mixture_resumes_byte_identical_and_one_set_equals_no_mixture(sets, tmp_path):
@@ -166,7 +186,12 @@ def test_a_mixture_resumes_byte_identical_and_one_set_equals_no_mixture(sets, tm
 def test_two_processes_train_a_mixture_like_one(sets, tmp_path):
     jobs = {}
     for name, world, batches in (("one", 1, "mixed"), ("two", 2, "mixed"), ("other", 2, "one_set")):
-        changes = {"data.train": "", "optim.max_steps": 4, "model.dropout": 0.0, "batch.micro_batch_size": 4 // world}
+        changes = {
+            "data.train": "",
+            "optim.max_steps": 4,
+            "model.dropout": 0.0,
+            "batch.micro_batch_size": 4 // world,
+        }
         config = train_config(tmp_path, tmp_path / name, **changes)
         config.data = mixed(sets, (1.0, 2.0), mixture_batches=batches)
         (tmp_path / f"{name}.yaml").write_text(to_yaml(config))
@@ -185,7 +210,18 @@ def test_a_mixture_is_read_from_a_config_file(sets, tmp_path, capsys):
     assert from_mapping(yaml.safe_load(to_yaml(config))) == config
     assert main(["train", "--config", str(tmp_path / "config.yaml")]) == 0
     (tmp_path / "config.yaml").write_text(to_yaml(config).replace("weight: 2.0", "wait: 2.0"))
-    assert main(["train", "--config", str(tmp_path / "config.yaml"), "--output_dir", str(tmp_path / "no")]) == 2
+    assert (
+        main(
+            [
+                "train",
+                "--config",
+                str(tmp_path / "config.yaml"),
+                "--output_dir",
+                str(tmp_path / "no"),
+            ]
+        )
+        == 2
+    )
     assert "wait" in capsys.readouterr().err
 
 
@@ -196,8 +232,14 @@ def test_a_mixture_is_read_from_a_config_file(sets, tmp_path, capsys):
             lambda data: setattr(data, "train", "x"),
             "data.train is 'x', but data.mixture is set too; use only one of them",
         ),
-        (lambda data: setattr(data.mixture[0], "weight", 1.0), "some sets have a weight and some do not"),
-        (lambda data: setattr(data.mixture[1], "train", ""), r"data.mixture\[1\].train is not set; give a path"),
+        (
+            lambda data: setattr(data.mixture[0], "weight", 1.0),
+            "some sets have a weight and some do not",
+        ),
+        (
+            lambda data: setattr(data.mixture[1], "train", ""),
+            r"data.mixture\[1\].train is not set; give a path",
+        ),
         (
             lambda data: [setattr(m, "weight", 0.0) for m in data.mixture],
             r"data.mixture\[0\].weight is 0.0, expected more",
@@ -226,4 +268,6 @@ def test_unused_options_are_named(sets, tmp_path):
 def test_mixture_sampler_differs_from_sampler_of_concatenated_sets(sets):
     """Negative control: a mixture needs its own sampler."""
     assert isinstance(sampler_of(mixed(sets))[1], MixtureSampler)
-    assert not isinstance(sampler_of(DataConfig(train=sets[0], hard_negatives=1))[1], MixtureSampler)
+    assert not isinstance(
+        sampler_of(DataConfig(train=sets[0], hard_negatives=1))[1], MixtureSampler
+    )

@@ -28,7 +28,9 @@ def files(tmp_path, monkeypatch):
     for folder in (".", "d"):
         (Path(folder) / "collection.tsv").write_text(lines(PASSAGES))
         (Path(folder) / "queries.tsv").write_text(lines(QUERIES))
-    Path("d/qrels/dev.tsv").write_text("121352 0 5 1\n634306 0 12 1\n")  # the form of qrels.dev.small.tsv
+    Path("d/qrels/dev.tsv").write_text(
+        "121352 0 5 1\n634306 0 12 1\n"
+    )  # the form of qrels.dev.small.tsv
 
 
 def lines(texts: dict[str, str]) -> str:
@@ -71,7 +73,22 @@ def test_a_folder_of_raw_files_is_a_data_set(capsys):
     assert judged.queries == QUERIES
     assert judged.qrels == {"121352": {"5": 1}, "634306": {"12": 1}}
     assert main(["evaluate", "--model", "bm25", "--data", "d", "--split", "dev"]) == 0
-    assert main(["search", "--model", "bm25", "--data", "collection.tsv", "--query", "a lazy dog", "--k", "1"]) == 0
+    assert (
+        main(
+            [
+                "search",
+                "--model",
+                "bm25",
+                "--data",
+                "collection.tsv",
+                "--query",
+                "a lazy dog",
+                "--k",
+                "1",
+            ]
+        )
+        == 0
+    )
     assert "sleeps" in capsys.readouterr().out
     assert main(["data", "convert", "d", "pairs.jsonl", "--to", "jsonl", "--split", "dev"]) == 0
     assert (

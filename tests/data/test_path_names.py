@@ -29,11 +29,47 @@ def test_data_in_such_a_folder_is_read_and_written(folder, capfdbinary):
         target = folder / os.fsdecode(b"out \xe9 " + to.encode())
         assert main(["data", "convert", str(folder / "pairs.jsonl"), str(target), "--to", to]) == 0
         assert target.exists()
-    assert main(["evaluate", "--model", "bm25", "--data", str(folder), "--output", str(folder / "metrics.json")]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                "--model",
+                "bm25",
+                "--data",
+                str(folder),
+                "--output",
+                str(folder / "metrics.json"),
+            ]
+        )
+        == 0
+    )
     run = folder / os.fsdecode(b"run\xe9.trec")
-    assert main(["search", "--model", "bm25", "--data", str(folder), "--split", "test", "--output", str(run)]) == 0
+    assert (
+        main(
+            [
+                "search",
+                "--model",
+                "bm25",
+                "--data",
+                str(folder),
+                "--split",
+                "test",
+                "--output",
+                str(run),
+            ]
+        )
+        == 0
+    )
     assert run.exists()
-    mine = ["mine", "--model", "bm25", "--data", str(folder / "pairs.jsonl"), "--output", str(folder / "mined.jsonl")]
+    mine = [
+        "mine",
+        "--model",
+        "bm25",
+        "--data",
+        str(folder / "pairs.jsonl"),
+        "--output",
+        str(folder / "mined.jsonl"),
+    ]
     assert main(mine) == 0
 
 
@@ -45,7 +81,9 @@ def test_bad_records_in_such_a_folder_are_listed(folder, capfdbinary):
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_a_cache_of_such_a_name_works_or_is_refused_in_one_sentence(name, tmp_path, monkeypatch, capfdbinary):
+def test_a_cache_of_such_a_name_works_or_is_refused_in_one_sentence(
+    name, tmp_path, monkeypatch, capfdbinary
+):
     write_beir(tmp_path / "d")
     cache = tmp_path / os.fsdecode(name)
     monkeypatch.setenv("CONTACCUM_CACHE", str(cache))

@@ -20,7 +20,13 @@ from contaccum.config import TrainConfig, load
 from contaccum.data.commands import convert
 from contaccum.errors import InputError
 from contaccum.formats.dpr import read_questions
-from contaccum.formats.readers import kind_of_data, numbered_corpus, numbered_examples, numbered_queries, read_qrels
+from contaccum.formats.readers import (
+    kind_of_data,
+    numbered_corpus,
+    numbered_examples,
+    numbered_queries,
+    read_qrels,
+)
 from contaccum.formats.records import Judgement, Passage
 from contaccum.retrieval.runs import ranked, read_run, write_run
 from contaccum.runtime.files import read_json
@@ -33,7 +39,21 @@ SETTINGS = settings(
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 seen = texts.filter(lambda text: text and not text.isspace())
 odd = st.sampled_from(
-    ["\u2028", "a\u0085b", "\ufeff", "'", '"', "\\", "e\u0301", "\U0001f600", "null", "0", "a b", "../x", "\x1f"]
+    [
+        "\u2028",
+        "a\u0085b",
+        "\ufeff",
+        "'",
+        '"',
+        "\\",
+        "e\u0301",
+        "\U0001f600",
+        "null",
+        "0",
+        "a b",
+        "../x",
+        "\x1f",
+    ]
 )
 ids = odd | seen.filter(lambda text: not set(text) & set("\t\r\n\0"))
 values = (odd | seen).filter(str.strip)
@@ -47,10 +67,14 @@ def test_jsonl_reader_equals_the_json_module(tmp_path, rows):
         content = "\r\n".join(json.dumps(record, ensure_ascii=ascii_only) for record in records)
         path = write(tmp_path / "c.jsonl", content.replace("\0", ""))
         plain = [json.loads(line) for line in content.split("\n")]
-        assert list(read_corpus(path)) == [Passage(str(row["_id"]), row["title"], row["text"]) for row in plain]
+        assert list(read_corpus(path)) == [
+            Passage(str(row["_id"]), row["title"], row["text"]) for row in plain
+        ]
 
 
-cells = (values | st.just("a\n\n b\n")).filter(lambda text: text.strip() and not set(text) & set("\r\0"))
+cells = (values | st.just("a\n\n b\n")).filter(
+    lambda text: text.strip() and not set(text) & set("\r\0")
+)
 
 
 @SETTINGS
@@ -75,7 +99,12 @@ def test_questions_round_trip(tmp_path, rows):
     path = tmp_path / "qa.csv"
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, delimiter="\t", lineterminator="\n")
-        writer.writerows([[text.replace("\r", "").replace("\0", "") or "x", repr(answers)] for text, answers in rows])
+        writer.writerows(
+            [
+                [text.replace("\r", "").replace("\0", "") or "x", repr(answers)]
+                for text, answers in rows
+            ]
+        )
     with open(path, newline="", encoding="utf-8") as file:
         plain = [row[0] for row in csv.reader(file, delimiter="\t", strict=True)]
     found = list(read_questions(path))
@@ -88,7 +117,9 @@ def test_questions_round_trip(tmp_path, rows):
 def test_qrels_round_trip(tmp_path, grades):
     rows = "".join(f"{query}\t{passage}\t{grade}\n" for (query, passage), grade in grades.items())
     path = write(tmp_path / "q.tsv", "query-id\tcorpus-id\tscore\n" + rows)
-    expected = [Judgement(*pair, grade, line) for line, (pair, grade) in enumerate(grades.items(), 2)]
+    expected = [
+        Judgement(*pair, grade, line) for line, (pair, grade) in enumerate(grades.items(), 2)
+    ]
     assert list(read_qrels(path)) == expected
 
 
@@ -114,13 +145,21 @@ def test_unusual_ids_and_texts_round_trip_in_every_format(tmp_path_factory, quer
     known: dict[str, str] = {}
     records = []
     for key, (text, positives) in queries.items():
-        own = {passage: known.setdefault(passage, content.strip()) for passage, content in positives.items()}
-        records.append({"query_id": key, "query": text, "pos": list(own.values()), "pos_id": list(own)})
+        own = {
+            passage: known.setdefault(passage, content.strip())
+            for passage, content in positives.items()
+        }
+        records.append(
+            {"query_id": key, "query": text, "pos": list(own.values()), "pos_id": list(own)}
+        )
     source = write(folder / "source.jsonl", lines(*records))
     for form in forms:
         convert(source, folder / form, form)
         source = folder / form
-    expected = {row["query_id"]: (row["query"], dict(zip(row["pos_id"], row["pos"], strict=True))) for row in records}
+    expected = {
+        row["query_id"]: (row["query"], dict(zip(row["pos_id"], row["pos"], strict=True)))
+        for row in records
+    }
     assert meaning(source) == expected
 
 
@@ -129,7 +168,8 @@ def meaning(path: Path) -> dict[str, tuple[str, dict[str, str]]]:
         found = open_retrieval_set(path, "train")
         contents = {row["id"]: row["text"] for row in found.corpus}
         return {
-            key: (found.queries[key], {row: contents[row] for row in grades}) for key, grades in found.qrels.items()
+            key: (found.queries[key], {row: contents[row] for row in grades})
+            for key, grades in found.qrels.items()
         }
     return {
         example.query.id: (example.query.text, {row.id: row.text for row in example.positives})
@@ -153,22 +193,29 @@ def unpack_archive(path: Path) -> None:
 
 
 EXAMPLE = dpr("q", [context(1)], [context(2)], query_id=1)
-TEVATRON = {"query_id": 1, "query": "q", "positive_passages": [{"docid": "1", "title": "T", "text": "t"}]}
-READERS: dict[str, tuple[Callable, list[str | bytes]]] = {  # reader -> sound files, which are damaged
+TEVATRON = {
+    "query_id": 1,
+    "query": "q",
+    "positive_passages": [{"docid": "1", "title": "T", "text": "t"}],
+}
+# reader -> sound files, which are damaged
+READERS: dict[str, tuple[Callable, list[str | bytes]]] = {
     "corpus": (
         lambda path: list(numbered_corpus(path)),
         [lines({"_id": 1, "title": "T\u2028", "text": "é"}), 'id\ttext\ttitle\n1\t"a ""b"""\tT\n'],
     ),
     "queries": (lambda path: list(numbered_queries(path)), [lines({"_id": "1", "text": "é"}, {"_id": 2, "text": "t"})]),
     "qrels": (lambda path: list(read_qrels(path)), ["query-id\tcorpus-id\tscore\nq\tp\t1\n", "q 0 p 1\n"]),
-    "questions": (lambda path: list(read_questions(path)), ["who?\t['a', \"b\"]\nwhen?\t\"['\"\"c\"\"']\"\n"]),
+    "questions": (lambda path: list(read_questions(path)), ["who?\t['a', "
+                                                            "\"b\"]\nwhen?\t\"['\"\"c\"\"']\"\n"]),
     "examples": (
         lambda path: list(numbered_examples(path)),
         [lines({"query": "q", "pos": ["a"], "neg": ["b"]}), json.dumps([EXAMPLE, EXAMPLE], indent=1), lines(TEVATRON)],
     ),
     "any data": (kind_of_data, [lines(EXAMPLE), "1\ttext\ttitle\n", "q\t['a']\n"]),
     "run": (read_run, ["q Q0 p 1 2.5 x\nr Q0 p 1 -1e-3 x\n"]),
-    "config": (lambda path: load([TrainConfig], [str(path)]), ["seed: 1\nbank: {size: 4}\ndata:\n  train: &a x\n  dev: *a\n"]),
+    "config": (lambda path: load([TrainConfig], [str(path)]), ["seed: 1\nbank: {size: 4}\ndata:\n  "
+                                                               "train: &a x\n  dev: *a\n"]),
     "json": (read_json, [lines([1.5, "\U0001f600", None, {"a": []}])]),
     "archive": (unpack_archive, [zip_archive()]),
 }  # fmt: skip
@@ -178,7 +225,10 @@ PIECES = [
     b"!!python/name:os.system ", b"../", b"\x1f\x8b\x08\0",
 ]  # fmt: skip
 EDITS = st.lists(
-    st.tuples(st.integers(0, 4000), st.integers(0, 30), st.sampled_from(PIECES) | st.binary(max_size=6)), max_size=5
+    st.tuples(
+        st.integers(0, 4000), st.integers(0, 30), st.sampled_from(PIECES) | st.binary(max_size=6)
+    ),
+    max_size=5,
 )
 
 

@@ -22,27 +22,44 @@ def score(query: str, passage: str) -> float:
     return int(query.split()[1]) * 100 + int(passage.split()[1])
 
 
-def record(number: int, positives: int, negatives: int, form: str = "jsonl", scored: bool = True) -> dict:
+def record(
+    number: int, positives: int, negatives: int, form: str = "jsonl", scored: bool = True
+) -> dict:
     query = f"query {number}"
     pos = [f"text {10 * number + place}" for place in range(positives)]
     neg = [f"text {10 * number + 5 + place}" for place in range(negatives)]
     if form == "jsonl":
         found = {"query": query, "pos": pos, "neg": neg}
-        given = {f"{name}_scores": [score(query, text) for text in found[name]] for name in ("pos", "neg")}
+        given = {
+            f"{name}_scores": [score(query, text) for text in found[name]]
+            for name in ("pos", "neg")
+        }
         return {**found, **(given if scored else {})}
     passages = [
         [
-            {"docid": text, "title": "", "text": text, **({"score": score(query, text)} if scored else {})}
+            {
+                "docid": text,
+                "title": "",
+                "text": text,
+                **({"score": score(query, text)} if scored else {}),
+            }
             for text in part
         ]
         for part in (pos, neg)
     ]
-    return {"query_id": str(number), "query": query, "positive_passages": passages[0], "negative_passages": passages[1]}
+    return {
+        "query_id": str(number),
+        "query": query,
+        "positive_passages": passages[0],
+        "negative_passages": passages[1],
+    }
 
 
 def written(folder, form="jsonl", count=6, first=0, name="train.jsonl"):
     """Queries with 1 to 3 positives and 0 to 4 negatives; every fifth without scores."""
-    records = (record(n, 1 + n % 3, n % 5, form, scored=n % 5 != 4) for n in range(first, first + count))
+    records = (
+        record(n, 1 + n % 3, n % 5, form, scored=n % 5 != 4) for n in range(first, first + count)
+    )
     return write(folder / name, lines(*records))
 
 
@@ -59,17 +76,20 @@ def test_scores_of_both_formats_are_read_on_request(form, tmp_path):
 @pytest.mark.parametrize(
     ("form", "change", "sentence"),
     [
-        ("jsonl", {"neg_scores": [1, 2]}, "found scores for 1 of 1 positives and 2 of 3 negatives; give every passage one score"),
+        ("jsonl", {"neg_scores": [1, 2]}, "found scores for 1 of 1 positives and 2 of 3 negatives; "
+                                          "give every passage one score"),
         ("jsonl", {"neg_scores": None}, "found scores for 1 of 1 positives and 0 of 3 negatives"),
         ("jsonl", {"pos_scores": []}, "found scores for 0 of 1 positives and 3 of 3 negatives"),
-        ("jsonl", {"pos_scores": [float("nan")]}, "pos_scores[0]: found the number nan; a score must be a finite number"),
+        ("jsonl", {"pos_scores": [float("nan")]}, "pos_scores[0]: found the number nan; a score "
+                                                  "must be a finite number"),
         ("jsonl", {"neg_scores": [1, 2, float("inf")]}, "neg_scores[2]: found the number inf"),
         ("jsonl", {"neg_scores": [1, 2, 1e39]}, "neg_scores[2]: found the number 1e+39"),
         ("jsonl", {"neg_scores": [1, None, 3]}, "neg_scores[1]: found null"),
         ("jsonl", {"neg_scores": [1, True, 3]}, "neg_scores[1]: found true or false"),
         ("jsonl", {"pos_scores": 3}, "field 'pos_scores' is the number 3; it must be a list"),
         ("tevatron", {"score": None}, "found scores for 1 of 1 positives and 2 of 3 negatives"),
-        ("tevatron", {"score": "high"}, "negative_passages[1]: found a string; a score must be a finite number"),
+        ("tevatron", {"score": "high"}, "negative_passages[1]: found a string; a score must be a "
+                                        "finite number"),
     ],
 )  # fmt: skip
 def test_scores_must_be_one_finite_number_per_passage(form, change, sentence, tmp_path):
@@ -116,7 +136,10 @@ def test_a_step_has_the_scores_of_its_passages(form, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*fewer than")
 def test_a_mixture_concatenates_scores_and_uses_nan_for_sets_without(tmp_path):
-    sets = [str(written(tmp_path, name="a.jsonl")), str(written(tmp_path, "tevatron", 7, 10, "b.jsonl"))]
+    sets = [
+        str(written(tmp_path, name="a.jsonl")),
+        str(written(tmp_path, "tevatron", 7, 10, "b.jsonl")),
+    ]
     sets.append(str(beir(tmp_path / "c")))
     mixture = [MixtureConfig(train=path) for path in sets[:2]]
     data = DataConfig(mixture=mixture, hard_negatives=2)
@@ -136,8 +159,16 @@ def test_data_without_any_score_is_refused(tmp_path):
     plain = write(tmp_path / "plain.jsonl", lines(record(0, 1, 2, scored=False)))
     search = {"score": 7.5}  # DPR's own: what a search gave
     theirs = dpr("who", [context(1, **search)], [context(2, **search)])
-    alone = write(tmp_path / "alone.jsonl", lines({"query": "q", "pos": ["a"], "neg": [], "pos_scores": [1.0]}))
-    for path in (plain, alone, beir(tmp_path / "beir"), write(tmp_path / "dpr.json", json.dumps([theirs]))):
+    alone = write(
+        tmp_path / "alone.jsonl",
+        lines({"query": "q", "pos": ["a"], "neg": [], "pos_scores": [1.0]}),
+    )
+    for path in (
+        plain,
+        alone,
+        beir(tmp_path / "beir"),
+        write(tmp_path / "dpr.json", json.dumps([theirs])),
+    ):
         with pytest.raises(InputError, match=re.escape(f"{path}: no teacher scores found")):
             load_training(DataConfig(train=str(path), hard_negatives=1), scores=True)
 
@@ -146,7 +177,10 @@ def test_scores_change_the_fingerprint_only_when_used(tmp_path):
     one, two = record(1, 1, 2), record(2, 1, 2)
     first = write(tmp_path / "a" / "train.jsonl", lines(one, two))
     second = write(tmp_path / "b" / "train.jsonl", lines(one, {**two, "neg_scores": [9, 8]}))
-    asked = [open_train_set(path, hard_negatives=1, scores=True).fingerprint for path in (first, second, first)]
+    asked = [
+        open_train_set(path, hard_negatives=1, scores=True).fingerprint
+        for path in (first, second, first)
+    ]
     plain = [open_train_set(path, hard_negatives=1).fingerprint for path in (first, second)]
     assert asked[0] == asked[2]
     assert len({*asked, plain[0]}) == 3

@@ -27,7 +27,9 @@ def refusal(call, *arguments, **options) -> str:
         call(*arguments, **options)
     sentence = str(caught.value)
     assert "\n" not in sentence
-    leftovers = [path.name for path in cache_folder().rglob("*") if path.name.endswith((".part", ".old"))]
+    leftovers = [
+        path.name for path in cache_folder().rglob("*") if path.name.endswith((".part", ".old"))
+    ]
     assert not leftovers
     return sentence
 
@@ -40,7 +42,11 @@ def test_a_corpus_opens_from_a_folder_a_file_and_a_tsv(tmp_path):
     expected = [("p0", "title 0", "text 0"), ("p1", "title 1", "text 1")]
     folder = beir(tmp_path / "b", "q0\tp0\t1\n", passages=2)
     rows = "".join(f"{key}\t{text}\t{title}\n" for key, title, text in expected)
-    for path in (folder, folder / "corpus.jsonl", write_gzip(tmp_path / "c.tsv.gz", "id\ttext\ttitle\n" + rows)):
+    for path in (
+        folder,
+        folder / "corpus.jsonl",
+        write_gzip(tmp_path / "c.tsv.gz", "id\ttext\ttitle\n" + rows),
+    ):
         corpus = open_corpus(path)
         assert list(zip(corpus["id"], corpus["title"], corpus["text"], strict=True)) == expected
 
@@ -56,7 +62,9 @@ def test_a_corpus_is_cached_until_its_file_changes(tmp_path, monkeypatch):
 
 
 def test_a_corpus_is_memory_mapped(tmp_path):
-    corpus = open_corpus(write(tmp_path / "c.jsonl", lines(*(passage(str(n), "word " * 50) for n in range(20_000)))))
+    corpus = open_corpus(
+        write(tmp_path / "c.jsonl", lines(*(passage(str(n), "word " * 50) for n in range(20_000))))
+    )
     assert len(corpus.cache_files) == 1
     assert corpus[19_999]["id"] == "19999"
 
@@ -81,8 +89,13 @@ def test_an_empty_title_is_accepted(tmp_path):
 
 
 def test_repair_keeps_the_last_duplicate_and_empty_texts(tmp_path):
-    path = write(tmp_path / "c.jsonl", lines(passage("a"), passage("b", ""), passage("a", "y"), passage("a", "z")))
-    with pytest.warns(UserWarning, match=": (2 passages are skipped|1 passages have no text)") as caught:
+    path = write(
+        tmp_path / "c.jsonl",
+        lines(passage("a"), passage("b", ""), passage("a", "y"), passage("a", "z")),
+    )
+    with pytest.warns(
+        UserWarning, match=": (2 passages are skipped|1 passages have no text)"
+    ) as caught:
         corpus = open_corpus(path, repair=True)
     assert len(caught) == 2
     assert list(zip(corpus["id"], corpus["text"], strict=True)) == [("b", ""), ("a", "z")]
@@ -103,14 +116,22 @@ def test_hash_collisions_are_not_duplicates():
 
 
 def test_find_rows_searches_all_batches(tmp_path):
-    corpus = open_corpus(write(tmp_path / "c.jsonl", lines(*(passage(f"k{n}") for n in range(11_000)))))
-    assert find_rows(corpus, ["k10999", "k0", "missing", "k5000"]) == {"k0": 0, "k5000": 5000, "k10999": 10999}
+    corpus = open_corpus(
+        write(tmp_path / "c.jsonl", lines(*(passage(f"k{n}") for n in range(11_000))))
+    )
+    assert find_rows(corpus, ["k10999", "k0", "missing", "k5000"]) == {
+        "k0": 0,
+        "k5000": 5000,
+        "k10999": 10999,
+    }
 
 
 def test_only_requested_queries_are_read(tmp_path):
     folder = beir(tmp_path)
     assert open_queries(folder) == {"q0": "query 0", "q1": "query 1", "q2": "query 2"}
-    assert corpus_module.open_queries(folder / "queries.jsonl", DataPolicy(), {"q2", "q9"}).texts == {"q2": "query 2"}
+    assert corpus_module.open_queries(
+        folder / "queries.jsonl", DataPolicy(), {"q2", "q9"}
+    ).texts == {"q2": "query 2"}
 
 
 def test_a_duplicate_query_is_refused_or_repaired(tmp_path):
@@ -135,7 +156,9 @@ def test_a_query_without_a_positive_is_counted_or_refused(tmp_path):
     with pytest.warns(UserWarning, match=r"test\.tsv: 2 queries"):
         assert open_retrieval_set(folder).qrels == {"q0": {"p0": 1}}
     assert "'q1'" in refusal(open_retrieval_set, folder, strict=True)
-    assert "no query has a positive" in refusal(open_retrieval_set, beir(tmp_path / "none", "q0\tp0\t0\n", "test"))
+    assert "no query has a positive" in refusal(
+        open_retrieval_set, beir(tmp_path / "none", "q0\tp0\t0\n", "test")
+    )
 
 
 def test_examples_become_tables_with_each_passage_once(tmp_path):
@@ -151,7 +174,9 @@ def test_examples_become_tables_with_each_passage_once(tmp_path):
 
 
 def test_the_lists_of_a_query_share_no_passage(tmp_path):
-    record = dpr("one?", [context(1)], [context(2), context(1)], [context(3), context(1), context(2)])
+    record = dpr(
+        "one?", [context(1)], [context(2), context(1)], [context(3), context(1), context(2)]
+    )
     table = load_examples(write(tmp_path / "t.json", json.dumps([record])))
     lists = [table.positives, table.negatives, table.others]
     assert [ragged.row(0).tolist() for ragged in lists] == [[0], [1], [2]]
@@ -190,7 +215,9 @@ def test_query_ids_repeated_on_one_line_of_a_list_are_refused(tmp_path):
 
 
 def test_a_record_without_a_positive_is_counted_or_refused_each_time(tmp_path):
-    path = write(tmp_path / "t.jsonl", lines(dpr("one?", [context(1)]), dpr("two?", []), dpr("three?", [])))
+    path = write(
+        tmp_path / "t.jsonl", lines(dpr("one?", [context(1)]), dpr("two?", []), dpr("three?", []))
+    )
     for _ in range(2):
         with pytest.warns(UserWarning, match=r"t\.jsonl: 2 queries without a positive"):
             assert open_retrieval_set(path).queries == {"unnamed-query-1": "one?"}
@@ -200,7 +227,9 @@ def test_a_record_without_a_positive_is_counted_or_refused_each_time(tmp_path):
 
 
 def test_two_texts_under_one_id_are_counted_or_refused(tmp_path):
-    path = write(tmp_path / "t.jsonl", lines(dpr("one?", [context(1)]), dpr("two?", [context(1, "other")])))
+    path = write(
+        tmp_path / "t.jsonl", lines(dpr("one?", [context(1)]), dpr("two?", [context(1, "other")]))
+    )
     with pytest.warns(UserWarning, match="1 passages"):
         assert load_examples(path).passages["text"][:] == ["text 1"]
     assert ":2" in refusal(load_examples, path, strict=True)
@@ -230,7 +259,8 @@ print(cached_folder("kind", "key", build))
 def test_concurrent_processes_build_a_cache_folder_once(tmp_path):
     notes = tmp_path / "notes"
     started = [
-        subprocess.Popen([python(), "-c", BUILD, str(notes)], stdout=subprocess.PIPE, text=True) for _ in range(3)
+        subprocess.Popen([python(), "-c", BUILD, str(notes)], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
     ]
     folders = {process.communicate()[0].strip() for process in started}
     assert [process.returncode for process in started] == [0, 0, 0]
@@ -280,6 +310,9 @@ def test_a_million_passages_are_built_and_opened_in_under_500_mb(tmp_path):
             file.write(json.dumps(passage(f"k{number}", f"{number} word" * 50)) + "\n")
     for _ in range(2):
         found = subprocess.run(
-            [sys.executable, "-c", OPEN_AND_REPORT, str(tmp_path)], capture_output=True, text=True, check=True
+            [sys.executable, "-c", OPEN_AND_REPORT, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert int(found.stdout) < 500

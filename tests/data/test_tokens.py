@@ -16,7 +16,9 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "alpha", "beta", "gamma", "query", 
 
 
 def tokenizer(words: list[str] = WORDS) -> PreTrainedTokenizerFast:
-    base = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    base = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
+    )
     base.pre_tokenizer = pre_tokenizers.Whitespace()
     base.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
@@ -32,7 +34,9 @@ def texts(count: int = 5000) -> Dataset:
 
 def test_rows_are_the_tokens_of_each_text():
     table, make = texts(), tokenizer()
-    built = build_token_table(table, ("title", "text"), make, max_length=6, prefix="query: ", fingerprint="f")
+    built = build_token_table(
+        table, ("title", "text"), make, max_length=6, prefix="query: ", fingerprint="f"
+    )
     assert len(built) == len(table)
     for number in [4999, 0, 2000, 1999, 17]:
         content = "query: " + Passage(**table[number]).content
@@ -48,15 +52,22 @@ def test_an_empty_text_has_tokens():
     built = build_token_table(table, ["text"], tokenizer(), max_length=8, fingerprint="f")
     assert [row.tolist() for row in built.rows([0, 1])] == [[2, 3], [2, 4, 3]]
     plain = tokenizer()
-    plain.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    plain.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A", special_tokens=[]
+    )
     built = build_token_table(table, ["text"], plain, max_length=8, fingerprint="f")
-    assert [row.tolist() for row in built.rows([0, 1])] == [[0], [4]]  # a padding token, as in encoding
+    assert [row.tolist() for row in built.rows([0, 1])] == [
+        [0],
+        [4],
+    ]  # a padding token, as in encoding
 
 
 def test_an_id_without_word_embedding_is_refused(monkeypatch):
     table, call = texts(20), {"max_length": 6, "fingerprint": "f"}
     for path in ("built", "cached"):
-        with pytest.raises(InputError, match=r"token id 6 \('gamma'\), but the encoder has 6 word embeddings"):
+        with pytest.raises(
+            InputError, match=r"token id 6 \('gamma'\), but the encoder has 6 word embeddings"
+        ):
             build_token_table(table, ["text"], tokenizer(), vocabulary=6, **call)
         if path == "built":
             build_token_table(table, ["text"], tokenizer(), vocabulary=7, **call)
@@ -67,7 +78,9 @@ def test_every_part_of_the_cache_key_counts(monkeypatch):
     table, make = texts(20), tokenizer()
     base = {"max_length": 6, "prefix": "", "fingerprint": "f"}
     build_token_table(table, ["text"], make, **base)
-    make(["alpha beta"], padding=True, truncation=True, max_length=3)  # leaves its padding behind in the tokenizer
+    make(
+        ["alpha beta"], padding=True, truncation=True, max_length=3
+    )  # leaves its padding behind in the tokenizer
     with monkeypatch.context() as patch:
         patch.setattr(tokens, "column_batches", lambda *_: pytest.fail("tokenised again"))
         build_token_table(table, ["text"], make, **base)

@@ -1,7 +1,7 @@
 """Finds the commands of README and docs: the blocks that hold them, the files that blocks stand for, and what is said not to run.
 
-A block is fenced, or indented by four spaces behind an empty line. One with a title is a file. `<!-- not run: REASON -->` before
-a block says why its commands are checked but not run.
+A block is fenced, or indented by four spaces behind an empty line. One with a title is a file.
+`<!-- not run: REASON -->` before a block says why its commands are checked but not run.
 """
 
 import re
@@ -53,12 +53,16 @@ class Command:
     @property
     def launcher(self) -> list[str]:
         """What stands before ``-m contaccum``."""
-        return self.words[: self.words.index("contaccum") - 1] if self.words[0] != "contaccum" else []
+        return (
+            self.words[: self.words.index("contaccum") - 1] if self.words[0] != "contaccum" else []
+        )
 
     @property
     def arguments(self) -> list[str] | None:
         """What is given to contaccum, without dots that stand for more; None where another program is called."""
-        if self.words[0] == "contaccum" or ("-m", "contaccum") in zip(self.words, self.words[1:], strict=False):
+        if self.words[0] == "contaccum" or ("-m", "contaccum") in zip(
+            self.words, self.words[1:], strict=False
+        ):
             behind = self.words[self.words.index("contaccum") + 1 :]
             return [word for word in behind if word not in LEFT_OUT]
         return None
@@ -82,13 +86,19 @@ def blocks(page: Path) -> list[Block]:
             inside = [text.removeprefix(match[1]) for text in lines[place + 1 : end]]
             found.append(Block(page, place + 2, inside, match[2], match[3], reason))
             reason, place = None, end
-        elif line.startswith("    ") and (place == 0 or not lines[place - 1].strip()) and not _in_list(lines, place):
+        elif (
+            line.startswith("    ")
+            and (place == 0 or not lines[place - 1].strip())
+            and not _in_list(lines, place)
+        ):
             end = place
             while end < len(lines) and (
                 lines[end].startswith("    ") or (not lines[end].strip() and _goes_on(lines, end))
             ):
                 end += 1
-            found.append(Block(page, place + 1, [text[4:] for text in lines[place:end]], reason=reason))
+            found.append(
+                Block(page, place + 1, [text[4:] for text in lines[place:end]], reason=reason)
+            )
             reason, place = None, end - 1
         elif line.strip():
             reason = None

@@ -1,6 +1,7 @@
 """Every command of README and docs is run, in a folder where the names that the pages use exist and are small.
 
-A command that a page says is not run is parsed all the same; the default suite runs README's, the acceptance tests all.
+A command that a page says is not run is parsed all the same; the default suite runs README's, the
+acceptance tests all.
 """
 
 import contextlib
@@ -35,7 +36,12 @@ except ModuleNotFoundError:  # Python 3.10, where pytest installs tomli
     import tomli as tomllib
 
 COMMANDS = [command for page in PAGES for block in blocks(page) for command in commands(block)]
-ENCODERS = ["sentence-transformers/all-MiniLM-L6-v2", "bert-base-uncased", "BAAI/bge-base-en-v1.5", "MODEL"]
+ENCODERS = [
+    "sentence-transformers/all-MiniLM-L6-v2",
+    "bert-base-uncased",
+    "BAAI/bge-base-en-v1.5",
+    "MODEL",
+]
 SLOW = ("compare", "plan", "doctor")
 """Verbs that start processes of their own."""
 THEIRS = "another project's commands"
@@ -46,7 +52,11 @@ def page_name(page: Path) -> str:
 
 
 def is_quick(command: Command) -> bool:
-    return command.words[0] == "contaccum" and ">" not in command.words and command.arguments[0] not in SLOW
+    return (
+        command.words[0] == "contaccum"
+        and ">" not in command.words
+        and command.arguments[0] not in SLOW
+    )
 
 
 def runs(command: Command) -> bool:
@@ -108,7 +118,11 @@ def write_files(page: Path, folder: Path) -> None:
 def make_way(arguments: list[str]) -> None:
     """Remove what a command is about to write; the pages name the same folder for one thing done in several ways."""
     target = None
-    if arguments[0] in ("train", "compare") and "--resume" not in arguments and "--output_dir" in arguments:
+    if (
+        arguments[0] in ("train", "compare")
+        and "--resume" not in arguments
+        and "--output_dir" in arguments
+    ):
         target = arguments[arguments.index("--output_dir") + 1]
     elif arguments[0] in ("encode", "mine"):
         target = arguments[arguments.index("--output") + 1]
@@ -137,7 +151,9 @@ def run_outside(command: Command, programs: dict[str, str]) -> None:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     variables = {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": path, **programs}
     call = ["bash", "-c", command.text]
-    done = subprocess.run(call, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        call, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{command.where}\n{done.stderr[-2000:]}"
 
 
@@ -146,7 +162,10 @@ def test_commands_are_found():
     ours = [command for command in COMMANDS if command.arguments is not None]
     run = [command for command in COMMANDS if runs(command)]
     pages = len({command.page for command in COMMANDS})
-    print(f"{len(COMMANDS)} commands on {pages} pages, {len(ours)} of them contaccum's; {len(run)} are run")
+    print(
+        f"{len(COMMANDS)} commands on {pages} pages, {len(ours)} of them contaccum's; {len(run)} "
+        "are run"
+    )
     assert len(COMMANDS) >= 90
     assert len(run) >= 40
     assert any(command.launcher[:1] == ["torchrun"] for command in ours)
@@ -157,7 +176,8 @@ def test_the_finder_reads_what_a_page_can_hold(tmp_path):
     page.write_text(
         "Text\n\n    contaccum train --config a \\\n        --seed 1  # why\n"
         "    LAUNCH='a b' bash scripts/nq.sh x\n    no command\n\n"
-        '```json title="a.json"\n{}\n```\n\n<!-- not run: it takes days -->\n\n```bash\ntorchrun -m contaccum train ...\n```\n\n'
+        '```json title="a.json"\n{}\n```\n\n<!-- not run: it takes days -->\n\n```bash\ntorchrun '
+        "-m contaccum train ...\n```\n\n"
         "- entry\n\n    contaccum belongs to the entry\n"
     )
     found = [command for block in blocks(page) for command in commands(block)]
@@ -182,9 +202,18 @@ def parsed(command: Command) -> str | None:
     if name not in CLI:
         return f"no such command: {name}"
     words = arguments[len(name.split()) :]
-    placeholders = [word for word in words if re.fullmatch(r"FILE|RUN|METHOD|DIR|SOURCE|TARGET|PATH|NAME|VERB", word)]
+    placeholders = [
+        word
+        for word in words
+        if re.fullmatch(r"FILE|RUN|METHOD|DIR|SOURCE|TARGET|PATH|NAME|VERB", word)
+    ]
     if placeholders or command.abbreviated or "--help" in words:
-        known = {f"--{option}" for option in CLI[name].settings()} | {"--config", "--print_config", "--help", "--debug"}
+        known = {f"--{option}" for option in CLI[name].settings()} | {
+            "--config",
+            "--print_config",
+            "--help",
+            "--debug",
+        }
         unknown = {word.partition("=")[0] for word in words if word.startswith("--")} - known
         return f"no such options: {unknown}" if unknown else None
     try:
@@ -205,7 +234,10 @@ def test_every_command_of_contaccum_is_parsed(place):
 def test_the_parser_refuses_what_is_wrong():
     """Negative control."""
     page = ROOT / "README.md"
-    for words in (["contaccum", "train", "--bank.sise", "3"], ["contaccum", "report", "FILE", "--htlm", "x"]):
+    for words in (
+        ["contaccum", "train", "--bank.sise", "3"],
+        ["contaccum", "report", "FILE", "--htlm", "x"],
+    ):
         assert parsed(Command(page, 1, "", words=words))
 
 
@@ -227,20 +259,28 @@ def test_what_other_commands_name_exists(command):
         options = [word for word in words if word.startswith("--")]
         assert [option for option in options if f'"{option}"' not in source] == [], command.where
     if words[0] == "pip":
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+            "optional-dependencies"
+        ]
         named = re.findall(r"\[([\w,-]+)\]", command.text)
-        assert {extra for group in named for extra in group.split(",")} <= extras.keys(), command.where
+        assert {extra for group in named for extra in group.split(",")} <= extras.keys(), (
+            command.where
+        )
 
 
 def test_the_quick_commands_of_the_readme_run(place):
     chosen = [c for c in COMMANDS if page_name(c.page) == "README.md" and runs(c) and is_quick(c)]
-    assert {"train", "mine", "encode", "search", "evaluate"} <= {command.arguments[0] for command in chosen}
+    assert {"train", "mine", "encode", "search", "evaluate"} <= {
+        command.arguments[0] for command in chosen
+    }
     for command in chosen:
         run_here(command)
 
 
 @pytest.mark.acceptance
-@pytest.mark.parametrize("name", sorted({page_name(command.page) for command in COMMANDS if runs(command)}))
+@pytest.mark.parametrize(
+    "name", sorted({page_name(command.page) for command in COMMANDS if runs(command)})
+)
 def test_all_commands_run(name, place, forked_programs):
     write_files(ROOT / name, place)
     chosen = [command for command in COMMANDS if page_name(command.page) == name and runs(command)]
@@ -251,13 +291,18 @@ def test_all_commands_run(name, place, forked_programs):
 
 def python_blocks(name: str) -> list[str]:
     found = [
-        block for block in blocks(ROOT / name) if block.language == "python" and not block.title and not block.reason
+        block
+        for block in blocks(ROOT / name)
+        if block.language == "python" and not block.title and not block.reason
     ]
     return [block.text for block in found]
 
 
 def test_the_library_example_runs_as_it_stands(place, capfd):
-    """The one of the docs; README shows the same. What it does not print itself stays off stdout, and no bar is drawn."""
+    """The one of the docs; README shows the same.
+
+    What it does not print itself stays off stdout, and no bar is drawn.
+    """
     (example,) = python_blocks("docs/how-to/library.md")
     assert example in python_blocks("README.md")
     subprocess.run(["rm", "-rf", "runs/library"], check=True)
@@ -287,11 +332,17 @@ def test_duckdb_finds_what_search_finds(place):
     assert ours.keys() <= theirs.keys()
     for query, hits in ours.items():
         assert [passage for passage, _ in theirs[query]] == [passage for passage, _ in hits]
-        assert [score for _, score in theirs[query]] == pytest.approx([score for _, score in hits], abs=1e-6)
-    assert [passage for passage, _ in theirs["q0"]] != [passage for passage, _ in ours["q1"]]  # negative control
+        assert [score for _, score in theirs[query]] == pytest.approx(
+            [score for _, score in hits], abs=1e-6
+        )
+    assert [passage for passage, _ in theirs["q0"]] != [
+        passage for passage, _ in ours["q1"]
+    ]  # negative control
     texts = dict(duckdb.sql("SELECT id, text FROM 'passages/*.parquet'").fetchall())
     assert texts["p3"] == "bear a white bear lives in valley 3"
-    assert {len(row[0]) for row in duckdb.sql("SELECT embedding FROM 'passages/*.parquet'").fetchall()} == {32}
+    assert {
+        len(row[0]) for row in duckdb.sql("SELECT embedding FROM 'passages/*.parquet'").fetchall()
+    } == {32}
 
 
 def test_a_terminal_gets_the_bars(place, monkeypatch):

@@ -12,14 +12,21 @@ from contaccum.config.spellings import hint
 
 PAGES = sorted((ROOT / "docs" / "how-to").glob("from-*.md"))
 GROUPS = {field.name: getattr(TrainConfig(), field.name) for field in fields(TrainConfig)}
-SETTINGS = {f"{group}.{f.name}" for group, value in GROUPS.items() if is_dataclass(value) for f in fields(value)}
+SETTINGS = {
+    f"{group}.{f.name}"
+    for group, value in GROUPS.items()
+    if is_dataclass(value)
+    for f in fields(value)
+}
 
 
 def options(text: str) -> list[tuple[list[str], list[str]]]:
     """The rows of a page's option table: names of the other library, names of contaccum."""
     _, _, after = text.partition("| contaccum |\n")
     rows = re.findall(r"^\| (.+) \| (.+) \|$", after.partition("\n\n")[0], re.M)
-    return [(re.findall(r"`([^`]+)`", theirs), re.findall(r"`([^`]+)`", ours)) for theirs, ours in rows]
+    return [
+        (re.findall(r"`([^`]+)`", theirs), re.findall(r"`([^`]+)`", ours)) for theirs, ours in rows
+    ]
 
 
 def wrong_names(text: str) -> list[str]:
@@ -38,7 +45,9 @@ def test_every_setting_of_a_table_exists(page):
     text = page.read_text()
     assert len(options(text)) >= 9
     assert wrong_names(text) == []
-    assert wrong_names(text.replace("`batch.global_batch_size`", "`batch.globl_size`")) != []  # negative control
+    assert (
+        wrong_names(text.replace("`batch.global_batch_size`", "`batch.globl_size`")) != []
+    )  # negative control
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -20,7 +20,9 @@ def failures(source: str, found: list[str]) -> int:
     return runner.run(example, out=found.append).failed
 
 
-@pytest.mark.filterwarnings("ignore:13 of 300 judged queries have no result")  # BM25 finds nothing for them
+@pytest.mark.filterwarnings(
+    "ignore:13 of 300 judged queries have no result"
+)  # BM25 finds nothing for them
 def test_every_example_of_the_reference_prints_what_the_page_shows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))

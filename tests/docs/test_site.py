@@ -19,9 +19,16 @@ def test_the_command_reference_names_every_verb_and_setting():
     train = text.split("## contaccum encode")[0]
     for group in fields(TrainConfig):
         value = getattr(TrainConfig(), group.name)
-        for name in [f"{group.name}.{inner.name}" for inner in fields(value)] if is_dataclass(value) else [group.name]:
+        for name in (
+            [f"{group.name}.{inner.name}" for inner in fields(value)]
+            if is_dataclass(value)
+            else [group.name]
+        ):
             assert re.search(rf"^\| `--{re.escape(name)}[`,]", train, re.M), name
-    about = "Number of steps between two checkpoints. The last step always writes a checkpoint. 0: only at the end."
+    about = (
+        "Number of steps between two checkpoints. The last step always writes a checkpoint. "
+        "0: only at the end."
+    )
     assert f"| `--run.save_steps` | {about} Range: at least 0. | `500` |" in train
     assert "One of: cls, mean, last." in train
     assert "`--bank.size`" not in text.split("## contaccum encode")[1]
@@ -32,10 +39,16 @@ def test_every_page_has_a_place():
     """A page is in the navigation, or the page of its folder's figures links it."""
     docs = ROOT / "docs"
     named = set(re.findall(r"(\S+\.md)", (ROOT / "mkdocs.yml").read_text()))
-    figures = [docs / name for name in named if name.startswith("results/") and name.endswith("README.md")]
+    figures = [
+        docs / name for name in named if name.startswith("results/") and name.endswith("README.md")
+    ]
     for page in figures:
         links = re.findall(r"\]\(([^)#]+\.md)", page.read_text())
-        named |= {str((page.parent / link).resolve().relative_to(docs.resolve())) for link in links if ".." not in link}
+        named |= {
+            str((page.parent / link).resolve().relative_to(docs.resolve()))
+            for link in links
+            if ".." not in link
+        }
     pages = {str(path.relative_to(docs)) for path in docs.rglob("*.md")}
     assert len(figures) == 2
     assert pages - named == set()

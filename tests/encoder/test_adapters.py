@@ -8,7 +8,15 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import gradients, largest_difference, micro_batches, run_steps, train_config, weights, write_beir
+from helpers import (
+    gradients,
+    largest_difference,
+    micro_batches,
+    run_steps,
+    train_config,
+    weights,
+    write_beir,
+)
 from processes import Job, run_jobs
 from sentence_transformers import SentenceTransformer
 from tiny_families import FAMILIES, TEXTS, family_folder
@@ -31,7 +39,9 @@ LORA = AdapterConfig(rank=4)
 
 def adapted(folder, quantize="none", seed=1, config=LORA, **how) -> DualEncoder:
     """Encoder with adapters that change its vectors."""
-    encoder = DualEncoder.load(folder, adapters=Adapters(config, quantize), **{"tie_towers": False, **SIZE, **how})
+    encoder = DualEncoder.load(
+        folder, adapters=Adapters(config, quantize), **{"tie_towers": False, **SIZE, **how}
+    )
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in trained_parameters(encoder).values():
@@ -40,7 +50,9 @@ def adapted(folder, quantize="none", seed=1, config=LORA, **how) -> DualEncoder:
 
 
 def bases(encoder: DualEncoder) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in encoder.named_parameters() if not p.requires_grad}
+    return {
+        name: p.detach().clone() for name, p in encoder.named_parameters() if not p.requires_grad
+    }
 
 
 def apart(one: DualEncoder, other) -> float:
@@ -77,34 +89,50 @@ def test_every_method_trains_only_the_adapters(family, tmp_path):
     for method in METHODS:
         trained = []
         batches = (
-            [micro_batches(1, 8, hard_negatives=1, seed=seed) for seed in range(2)] if method == "in_batch" else steps
+            [micro_batches(1, 8, hard_negatives=1, seed=seed) for seed in range(2)]
+            if method == "in_batch"
+            else steps
         )
-        found, losses = run_steps(method, batches, encoder=encoder, bank_size=16, switch=trained.append)
+        found, losses = run_steps(
+            method, batches, encoder=encoder, bank_size=16, switch=trained.append
+        )
         assert all(set(step) == names for step in found)
         assert losses[0] != losses[1]
         after = bases(trained[0])
         assert all(torch.equal(before[name], after[name]) for name in before)
         moved = dict(trained[0].named_parameters())
-        assert any(not torch.equal(moved[name], dict(encoder.named_parameters())[name]) for name in names)
+        assert any(
+            not torch.equal(moved[name], dict(encoder.named_parameters())[name]) for name in names
+        )
 
 
 def test_grad_cache_gradients_equal_in_batch_with_adapters(tmp_path):
     encoder = adapted(family_folder("qwen3", tmp_path / "base"))
     parts = micro_batches(4, 4)
     queries, passages = (
-        Tokens.join([getattr(part, side) for part in parts], 0, "right") for side in ("queries", "passages")
+        Tokens.join([getattr(part, side) for part in parts], 0, "right")
+        for side in ("queries", "passages")
     )
-    ids = RowIds(*(torch.cat([getattr(part.ids, name) for part in parts]) for name in ("columns", "positives")))
+    ids = RowIds(
+        *(
+            torch.cat([getattr(part.ids, name) for part in parts])
+            for name in ("columns", "positives")
+        )
+    )
     whole = MicroBatch(queries, passages, ids, [name for part in parts for name in part.query_ids])
     joined = run_steps("in_batch", [[whole]], encoder=encoder)[0]
     assert largest_difference(run_steps("grad_cache", [parts], encoder=encoder)[0], joined) < 1e-5
-    assert largest_difference(run_steps("grad_accum", [parts], encoder=encoder)[0], joined) > 1e-2  # the control
+    assert (
+        largest_difference(run_steps("grad_accum", [parts], encoder=encoder)[0], joined) > 1e-2
+    )  # the control
 
 
 def test_set_dropout_keeps_lora_dropout(tmp_path):
     folder = family_folder("bert", tmp_path / "base")
     for share, any_left in ((0.0, False), (0.25, True)):
-        encoder = DualEncoder.load(folder, adapters=Adapters(AdapterConfig(rank=3, dropout=share)), **SIZE)
+        encoder = DualEncoder.load(
+            folder, adapters=Adapters(AdapterConfig(rank=3, dropout=share)), **SIZE
+        )
         encoder.set_dropout(0.0)
         assert encoder.has_dropout() == any_left
 
@@ -148,8 +176,12 @@ def test_lora_options_reach_the_layers(tmp_path):
     assert layer.scaling["default"] == pytest.approx(5 / 3)
     assert layer.lora_dropout["default"].p == 0.25
     assert AdapterConfig(rank=8).scale() == 16
-    with pytest.raises(InputError, match=r"\['nothing'\] not found in .*; use names of the encoder.s linear layers"):
-        DualEncoder.load(folder, adapters=Adapters(AdapterConfig(rank=3, target_modules=["nothing"])), **SIZE)
+    with pytest.raises(
+        InputError, match=r"\['nothing'\] not found in .*; use names of the encoder.s linear layers"
+    ):
+        DualEncoder.load(
+            folder, adapters=Adapters(AdapterConfig(rank=3, target_modules=["nothing"])), **SIZE
+        )
 
 
 # what is saved
@@ -163,7 +195,12 @@ def test_saved_adapter_gives_equal_vectors_in_every_library(family, tie, tmp_pat
     ours.save(tmp_path / "model")
     for name in ("query_encoder", "passage_encoder"):
         files = {path.name for path in (tmp_path / "model" / name).iterdir()}
-        assert {"adapter_model.safetensors", "adapter_config.json", "base.json", "tokenizer.json"} <= files
+        assert {
+            "adapter_model.safetensors",
+            "adapter_config.json",
+            "base.json",
+            "tokenizer.json",
+        } <= files
         assert not {"model.safetensors", "config.json"} & files
         AutoModel.from_pretrained(tmp_path / "model" / name)
     said = json.loads((tmp_path / "model" / "query_encoder" / "adapter_config.json").read_text())
@@ -181,7 +218,9 @@ def test_saved_adapter_gives_equal_vectors_in_every_library(family, tie, tmp_pat
     assert len(shared) >= len(bases(ours))
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu")
     assert apart(loaded, theirs) < 1e-6
-    assert apart(loaded, DualEncoder.load(folder, **SIZE)) > 0.01  # negative control: the base alone
+    assert (
+        apart(loaded, DualEncoder.load(folder, **SIZE)) > 0.01
+    )  # negative control: the base alone
     alone = SentenceTransformer(str(tmp_path / "model" / "query_encoder"), device="cpu")
     np.testing.assert_allclose(alone.encode(TEXTS), ours.encode_queries(TEXTS), atol=1e-6)
     theirs.save(str(tmp_path / "theirs"), create_model_card=False)
@@ -193,7 +232,9 @@ def test_push_needs_an_adapter_base_on_the_hub(tmp_path):
     with pytest.raises(InputError, match="the adapter's base is a local folder"):
         push(str(tmp_path / "model"), "owner/name", dry_run=True)
     for file in (tmp_path / "model").glob("*/adapter_config.json"):
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "somebody/base"}))
+        file.write_text(
+            json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "somebody/base"})
+        )
     assert "adapter_model.safetensors" in push(str(tmp_path / "model"), "owner/name", dry_run=True)
     card = (tmp_path / "model" / "README.md").read_text()
     assert "LoRA of rank 4 on somebody/base" in card
@@ -214,10 +255,15 @@ def test_merged_model_has_equal_vectors_and_no_adapter(tmp_path, capsys):
     assert apart(merged, SentenceTransformer(str(tmp_path / "merged"), device="cpu")) < 1e-6
     query, passage = (dict(tower.named_parameters()) for tower in merged.towers)
     name = "backbone.layers.0.self_attn.q_proj.weight"
-    assert not torch.equal(query[name], passage[name])  # neither took the other's adapter into a common weight
+    assert not torch.equal(
+        query[name], passage[name]
+    )  # neither took the other's adapter into a common weight
     assert main(["merge", str(tmp_path / "model"), str(tmp_path / "merged")]) == 2
     assert main(["merge", str(tmp_path / "merged"), str(tmp_path / "again")]) == 2
-    assert "has no adapter to merge; choose a model trained with lora.rank above 0" in capsys.readouterr().err
+    assert (
+        "has no adapter to merge; choose a model trained with lora.rank above 0"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -231,7 +277,9 @@ def test_merged_model_has_equal_vectors_and_no_adapter(tmp_path, capsys):
 def test_fully_trained_parts_of_an_adapter_are_merged(options, tmp_path):
     peft = pytest.importorskip("peft")
     backbone = AutoModel.from_pretrained(family_folder("qwen3", tmp_path / "base"))
-    model = peft.get_peft_model(backbone, peft.LoraConfig(**{"target_modules": ["q_proj"], **options}))
+    model = peft.get_peft_model(
+        backbone, peft.LoraConfig(**{"target_modules": ["q_proj"], **options})
+    )
     for parameter in model.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.2)
@@ -245,7 +293,9 @@ def test_fully_trained_parts_of_an_adapter_are_merged(options, tmp_path):
 def test_a_dora_adapter_is_refused_as_such(tmp_path):
     peft = pytest.importorskip("peft")
     backbone = AutoModel.from_pretrained(family_folder("qwen3", tmp_path / "base"))
-    peft.get_peft_model(backbone, peft.LoraConfig(use_dora=True)).save_pretrained(tmp_path / "adapter")
+    peft.get_peft_model(backbone, peft.LoraConfig(use_dora=True)).save_pretrained(
+        tmp_path / "adapter"
+    )
     with pytest.raises(InputError, match="adapter: transformers cannot load its DoRA weights"):
         DualEncoder.load(tmp_path / "adapter")
 
@@ -302,8 +352,12 @@ def test_resumed_adapters_equal_an_uninterrupted_run(quantize, tmp_path):
     if (broken / "model").exists():  # the best step may have come before the break
         assert weights(broken) == weights(whole)
     with pytest.raises(InputError, match=r"lora\.rank was 4 and is 8"):
-        train(train_config(data, broken, "cont_cache", resume=True, **{**lora, **dev, "lora.rank": 8}))
-    other = family_folder("qwen3", tmp_path / "other", [(data / "corpus.jsonl").read_text()], seed=5)
+        train(
+            train_config(data, broken, "cont_cache", resume=True, **{**lora, **dev, "lora.rank": 8})
+        )
+    other = family_folder(
+        "qwen3", tmp_path / "other", [(data / "corpus.jsonl").read_text()], seed=5
+    )
     shutil.copyfile(other / "model.safetensors", folder / "model.safetensors")
     with pytest.raises(InputError, match="the adapter was trained on"):
         train(train_config(data, broken, "cont_cache", resume=True, **lora, **dev))
@@ -318,7 +372,12 @@ def test_two_processes_train_equal_adapters(tmp_path):
         config = train_config(
             data,
             tmp_path / f"run-{world}",
-            **{"model.name": str(folder), "lora.rank": 4, "batch.micro_batch_size": 4 // world, "model.dropout": 0.0},
+            **{
+                "model.name": str(folder),
+                "lora.rank": 4,
+                "batch.micro_batch_size": 4 // world,
+                "model.dropout": 0.0,
+            },
         )
         path = tmp_path / f"{world}.yaml"
         path.write_text(to_yaml(config))
@@ -350,14 +409,20 @@ def test_wrong_bases_and_missing_extras_are_refused(tmp_path, monkeypatch):
     (tmp_path / "model" / "passage_encoder" / "base.json").unlink()
     DualEncoder.load(tmp_path / "model")  # other programs' adapters know nothing of their base
     found = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "peft" else found(name))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "peft" else found(name)
+    )
     with pytest.raises(InputError, match=r"pip install 'contaccum\[lora\]'"):
         adapted(folder)
     with pytest.raises(InputError, match=r"pip install 'contaccum\[lora\]'"):
         DualEncoder.load(tmp_path / "model")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else found(name))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else found(name)
+    )
     with pytest.raises(
-        InputError, match=r"8bit quantization: package bitsandbytes is missing.*pip install 'contaccum\[bitsandbytes\]'"
+        InputError,
+        match=r"8bit quantization: package bitsandbytes is missing.*pip install "
+        r"'contaccum\[bitsandbytes\]'",
     ):
         adapted(folder, "8bit")
     monkeypatch.undo()

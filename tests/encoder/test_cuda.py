@@ -34,7 +34,9 @@ def steps():
         "auto",
         pytest.param(
             "flash_attention_2",
-            marks=pytest.mark.skipif(not is_flash_attn_2_available(), reason="needs the package flash-attn"),
+            marks=pytest.mark.skipif(
+                not is_flash_attn_2_available(), reason="needs the package flash-attn"
+            ),
         ),
     ],
 )
@@ -83,7 +85,11 @@ def test_both_passes_of_grad_cache_give_the_same_embeddings(switch, precision):
     for _ in range(3):  # compiled passes settle
         embeddings(0, graph=False), embeddings(0, graph=True)
     same = 1e-5 if precision == "fp32" else 0.02
-    first, second, other = embeddings(0, graph=False), embeddings(0, graph=True), embeddings(1, graph=True)
+    first, second, other = (
+        embeddings(0, graph=False),
+        embeddings(0, graph=True),
+        embeddings(1, graph=True),
+    )
     engine.close()
     assert (first - second).abs().max() < same
     assert (first - other).abs().max() > 2 * same
@@ -94,11 +100,16 @@ def test_both_passes_of_grad_cache_give_the_same_embeddings(switch, precision):
 def test_varlen_kernels_equal_text_by_text(width, dtype, same):
     torch.manual_seed(0)
     bounds = torch.tensor([0, 5, 14, 17], dtype=torch.int32, device="cuda")
-    query, key, value = (torch.randn(1, 2, 17, width, dtype=dtype, device="cuda", requires_grad=True) for _ in range(3))
+    query, key, value = (
+        torch.randn(1, 2, 17, width, dtype=dtype, device="cuda", requires_grad=True)
+        for _ in range(3)
+    )
     found = []
     for way in (by_text, varlen):
         output = way((query, key, value), 0.0, 0.3, bounds, 9)
-        found.append((output, *torch.autograd.grad(output.float().square().sum(), (query, key, value))))
+        found.append(
+            (output, *torch.autograd.grad(output.float().square().sum(), (query, key, value)))
+        )
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=same, rtol=same)
     noisy = [varlen((query, key, value), 0.5, 0.3, bounds, 9) for _ in range(2)]
@@ -111,7 +122,9 @@ def test_a_step_waits_for_the_device_only_where_it_must():
     engine = Engine(device="auto", precision="bf16")
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
     bank = make_bank(16, encoder.dim, loss, push=4, device=engine.device, hard_negatives=1)
-    METHODS["cont_accum"](engine, micro_batches(3, 4, 1), bank, loss)  # the first step loads kernels
+    METHODS["cont_accum"](
+        engine, micro_batches(3, 4, 1), bank, loss
+    )  # the first step loads kernels
     engine.drop_step()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -26,7 +26,9 @@ def models(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("models")
     family_folder("bert", root / "plain")
     DualEncoder.load(root / "plain", **SIZE).save(root / "saved")
-    DualEncoder.load(root / "plain", adapters=Adapters(AdapterConfig(rank=2)), **SIZE).save(root / "adapter")
+    DualEncoder.load(root / "plain", adapters=Adapters(AdapterConfig(rank=2)), **SIZE).save(
+        root / "adapter"
+    )
     shutil.copytree(root / "saved" / "query_encoder", root / "st")
     shutil.copytree(root / "saved", root / "router")
     (root / "router" / "contaccum.json").unlink()
@@ -39,7 +41,9 @@ def values(**changes):
 
 
 def without(key: str):
-    return lambda content: json.dumps({k: v for k, v in json.loads(content).items() if k != key}).encode()
+    return lambda content: json.dumps(
+        {k: v for k, v in json.loads(content).items() if k != key}
+    ).encode()
 
 
 def weights(change):
@@ -78,9 +82,13 @@ def flip(content: bytes) -> bytes:
     return bytes(changed)
 
 
-NO_LAYER = weights(lambda tensors: {name: tensor for name, tensor in tensors.items() if "layer.0." not in name})
+NO_LAYER = weights(
+    lambda tensors: {name: tensor for name, tensor in tensors.items() if "layer.0." not in name}
+)
 EMPTY = weights(lambda tensors: {})
-NARROW = weights(lambda tensors: {**tensors, "embeddings.word_embeddings.weight": torch.zeros(5, 5)})
+NARROW = weights(
+    lambda tensors: {**tensors, "embeddings.word_embeddings.weight": torch.zeros(5, 5)}
+)
 SMALL = weights(lambda tensors: {name: torch.zeros(1, 1) for name in tensors})
 ROUTER = "router/router_config.json"
 ADAPTER = "adapter/query_encoder/adapter_config.json"
@@ -97,10 +105,18 @@ DAMAGES = [
     ("saved/contaccum.json", values(format_version=99), "has format_version 99"),
     ("saved/contaccum.json", values(colour="red"), "unknown setting (colour)"),
     ("saved/contaccum.json", values(pooling=None), "pooling is None; expected one of"),
-    ("saved/contaccum.json", values(max_query_length="64"), "max_query_length: found str; int is expected"),
+    (
+        "saved/contaccum.json",
+        values(max_query_length="64"),
+        "max_query_length: found str; int is expected",
+    ),
     ("saved/contaccum.json", values(query_prefix=7), "query_prefix: found int; str is expected"),
     ("saved/contaccum.json", values(truncate_dim=0), "truncate_dim"),
-    ("st/1_Pooling/config.json", values(pooling_mode_mean_tokens=False), "expected exactly one of cls, mean, last"),
+    (
+        "st/1_Pooling/config.json",
+        values(pooling_mode_mean_tokens=False),
+        "expected exactly one of cls, mean, last",
+    ),
     ("st/sentence_bert_config.json", values(max_seq_length="12"), "max_seq_length"),
     ("st/config_sentence_transformers.json", values(prompts={"query": 5}), "prompts"),
     (ROUTER, values(structure={}), "no route for query"),
@@ -109,16 +125,44 @@ DAMAGES = [
     # weights that do not match the configuration, or have changed
     ("plain/model.safetensors", NO_LAYER, "16 tensors are missing (encoder.layer.0"),
     ("plain/model.safetensors", EMPTY, "tensors are missing"),
-    ("plain/model.safetensors", NARROW, "1 tensors have the wrong shape (embeddings.word_embeddings.weight)"),
-    ("plain/config.json", values(num_hidden_layers=1), "belong to layers that the configuration does not have"),
+    (
+        "plain/model.safetensors",
+        NARROW,
+        "1 tensors have the wrong shape (embeddings.word_embeddings.weight)",
+    ),
+    (
+        "plain/config.json",
+        values(num_hidden_layers=1),
+        "belong to layers that the configuration does not have",
+    ),
     ("plain/config.json", values(model_type="gpt2"), "are missing"),
     ("saved/query_encoder/model.safetensors", NO_LAYER, "16 tensors are missing (encoder.layer.0"),
-    ("saved/query_encoder/model.safetensors", flip, "the file is missing or has changed since the model was saved"),
-    ("saved/passage_encoder/model.safetensors", flip, "the file is missing or has changed since the model was saved"),
+    (
+        "saved/query_encoder/model.safetensors",
+        flip,
+        "the file is missing or has changed since the model was saved",
+    ),
+    (
+        "saved/passage_encoder/model.safetensors",
+        flip,
+        "the file is missing or has changed since the model was saved",
+    ),
     ("adapter/query_encoder/adapter_model.safetensors", NO_LAYER, "tensors are missing"),
-    ("adapter/query_encoder/adapter_model.safetensors", SMALL, "adapter: 24 tensors have the wrong shape"),
-    ("adapter/query_encoder/adapter_model.safetensors", flip, "has changed since the model was saved"),
-    ("adapter/query_encoder/adapter_model.safetensors", "pickled", "pickled adapter weights (.bin) are never loaded"),
+    (
+        "adapter/query_encoder/adapter_model.safetensors",
+        SMALL,
+        "adapter: 24 tensors have the wrong shape",
+    ),
+    (
+        "adapter/query_encoder/adapter_model.safetensors",
+        flip,
+        "has changed since the model was saved",
+    ),
+    (
+        "adapter/query_encoder/adapter_model.safetensors",
+        "pickled",
+        "pickled adapter weights (.bin) are never loaded",
+    ),
     (ADAPTER, values(peft_type="IA3"), "peft_type IA3; expected LORA"),
     (ADAPTER, values(base_model_name_or_path="/no/base"), "no such folder"),
     ("adapter/query_encoder/base.json", values(quantize="2bit"), "quantize"),
@@ -129,13 +173,23 @@ DAMAGES = [
     ("plain/tokenizer_config.json", without("pad_token"), "neither a padding token nor"),
     ("plain/tokenizer_config.json", values(pad_token="[PAX]"), "('[PAX]'), but the encoder"),
     # the error of transformers is enough
-    ("plain/config.json", values(hidden_size="wide"), "no encoder could be loaded from this folder"),
-    ("plain/config.json", values(model_type="no-such-model"), "no encoder could be loaded from this folder"),
+    (
+        "plain/config.json",
+        values(hidden_size="wide"),
+        "no encoder could be loaded from this folder",
+    ),
+    (
+        "plain/config.json",
+        values(model_type="no-such-model"),
+        "no encoder could be loaded from this folder",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("file", "damage", "sentence"), DAMAGES, ids=lambda value: value if isinstance(value, str) else ""
+    ("file", "damage", "sentence"),
+    DAMAGES,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_damaged_encoders_are_refused_in_one_sentence(file, damage, sentence, models, tmp_path):
     name, _, inner = file.partition("/")
@@ -177,7 +231,9 @@ def test_weights_of_another_architecture_are_refused(models, tmp_path):
 
 def test_a_missing_pooler_is_accepted(models, tmp_path):
     folder = Path(shutil.copytree(models / "plain", tmp_path / "plain"))
-    drop = weights(lambda tensors: {name: tensor for name, tensor in tensors.items() if "pooler" not in name})
+    drop = weights(
+        lambda tensors: {name: tensor for name, tensor in tensors.items() if "pooler" not in name}
+    )
     drop(folder / "model.safetensors")
     assert DualEncoder.load(folder, **SIZE).dim == 32
 
@@ -187,7 +243,9 @@ def test_flipped_bit_in_the_weights_of_a_separate_passage_encoder_is_refused(mod
     assert DualEncoder.load(models / "plain", passage_name=other, **SIZE).dim == 32  # control
     file = other / "passage_encoder" / "model.safetensors"
     file.write_bytes(flip(file.read_bytes()))
-    with pytest.raises(InputError, match=r"saved/passage_encoder/.*changed since the model was saved"):
+    with pytest.raises(
+        InputError, match=r"saved/passage_encoder/.*changed since the model was saved"
+    ):
         DualEncoder.load(models / "plain", passage_name=other, **SIZE)
 
 
@@ -195,7 +253,9 @@ def test_models_without_hashes_load(models, tmp_path):
     """Weights that a user changed on purpose."""
     folder = Path(shutil.copytree(models / "saved", tmp_path / "saved"))
     settings = json.loads((folder / "contaccum.json").read_text())
-    assert set(settings.pop("sha256")) == {f"{tower}_encoder/model.safetensors" for tower in ("query", "passage")}
+    assert set(settings.pop("sha256")) == {
+        f"{tower}_encoder/model.safetensors" for tower in ("query", "passage")
+    }
     (folder / "contaccum.json").write_text(json.dumps(settings))
     file = folder / "query_encoder" / "model.safetensors"
     file.write_bytes(flip(file.read_bytes()))
@@ -232,5 +292,8 @@ def test_an_added_token_without_embedding_is_refused_only_in_a_text(models, tmp_
     encoder = DualEncoder.load(folder, **SIZE)
     np.testing.assert_array_equal(encoder.encode_queries(TEXTS), expected)
     rows = encoder.query_tower.vocabulary
-    with pytest.raises(InputError, match=rf"token id {rows} \('<image>'\), but the encoder has {rows} word embeddings"):
+    with pytest.raises(
+        InputError,
+        match=rf"token id {rows} \('<image>'\), but the encoder has {rows} word embeddings",
+    ):
         encoder.encode_queries(["the red fox", "an <image> of an owl"])

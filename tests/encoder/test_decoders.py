@@ -30,7 +30,10 @@ def test_plain_decoders_default_to_last_token_and_eos(folder, tmp_path):
     encoder = DualEncoder.load(folder, **SIZE)
     assert encoder.settings.pooling == "last"
     assert end_of(encoder) == "[SEP]"
-    assert end_of(encoder, "a blue whale swims in the deep sea", truncation=True, max_length=5) == "[SEP]"
+    assert (
+        end_of(encoder, "a blue whale swims in the deep sea", truncation=True, max_length=5)
+        == "[SEP]"
+    )
     assert encoder.query_tower.tokenizer.padding_side == "right"
     assert not encoder.query_tower.backbone.config.use_cache
     encoder.save(tmp_path / "saved")
@@ -41,9 +44,13 @@ def test_plain_decoders_default_to_last_token_and_eos(folder, tmp_path):
 
 def test_end_token_is_saved_if_the_tokenizer_class_rebuilds_its_post_processor(tmp_path):
     folder, words = tmp_path / "plain", Tokenizer(models.BPE())
-    GPTNeoXModel(GPTNeoXConfig(**SIZES, vocab_size=300, max_position_embeddings=40)).save_pretrained(folder)
+    GPTNeoXModel(
+        GPTNeoXConfig(**SIZES, vocab_size=300, max_position_embeddings=40)
+    ).save_pretrained(folder)
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=290, special_tokens=["[SEP]"], show_progress=False))
+    words.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=290, special_tokens=["[SEP]"], show_progress=False)
+    )
     words.save(str(folder / "tokenizer.json"))
     names = {"eos_token": "[SEP]", "pad_token": "[SEP]", "bos_token": "[SEP]", "unk_token": "[SEP]"}
     about = {"tokenizer_class": "GPTNeoXTokenizer", **names}
@@ -53,7 +60,10 @@ def test_end_token_is_saved_if_the_tokenizer_class_rebuilds_its_post_processor(t
     again = DualEncoder.load(tmp_path / "saved")
     assert end_of(encoder) == end_of(again) == "[SEP]"
     np.testing.assert_array_equal(again.encode_queries(TEXTS), encoder.encode_queries(TEXTS))
-    assert again.query_tower.tokenizer.model_input_names == ["input_ids", "attention_mask"]  # as in the original class
+    assert again.query_tower.tokenizer.model_input_names == [
+        "input_ids",
+        "attention_mask",
+    ]  # as in the original class
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
@@ -89,7 +99,12 @@ def test_eos_follows_every_post_processor(before, tmp_path):
         processors.ByteLevel(),
         processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 2)]),
     )
-    own = {"nothing": None, "bytes": bytes_, "template": first, "both": processors.Sequence([bytes_, first])}[before]
+    own = {
+        "nothing": None,
+        "bytes": bytes_,
+        "template": first,
+        "both": processors.Sequence([bytes_, first]),
+    }[before]
     if own is not None:
         tokenizer.backend_tokenizer.post_processor = own
     plain = tokenizer("the red fox")["input_ids"]
@@ -105,7 +120,9 @@ def test_bidirectional_families_get_no_second_end_token(tmp_path):
     assert encoder.settings.pooling == "mean"
     tokenizer = encoder.query_tower.tokenizer
     append_eos(tokenizer)
-    assert tokenizer("fox")["input_ids"].count(tokenizer.sep_token_id) == 1  # it ends texts by itself
+    assert (
+        tokenizer("fox")["input_ids"].count(tokenizer.sep_token_id) == 1
+    )  # it ends texts by itself
 
 
 def test_padding_side_does_not_change_vectors(folder):
@@ -115,14 +132,22 @@ def test_padding_side_does_not_change_vectors(folder):
     alone = np.concatenate([encoder.encode_queries([text]) for text in texts])
     for side in ("right", "left"):
         tower.tokenizer.padding_side = side
-        padded = tower.tokenizer(texts, padding=True, truncation=True, max_length=8, return_tensors="pt")
+        padded = tower.tokenizer(
+            texts, padding=True, truncation=True, max_length=8, return_tensors="pt"
+        )
         tokens = Tokens(padded["input_ids"], padded["attention_mask"])
         np.testing.assert_allclose(encoder.embed(tower, tokens).detach().numpy(), alone, atol=1e-6)
-        blind = Tokens(tokens.input_ids, tokens.attention_mask.new_ones(tokens.attention_mask.shape))
-        assert np.abs(encoder.embed(tower, blind).detach().numpy() - alone).max() > 1e-2  # the control
+        blind = Tokens(
+            tokens.input_ids, tokens.attention_mask.new_ones(tokens.attention_mask.shape)
+        )
+        assert (
+            np.abs(encoder.embed(tower, blind).detach().numpy() - alone).max() > 1e-2
+        )  # the control
 
 
-@pytest.mark.parametrize(("family", "sees"), [("qwen3", False), ("mistral", False), ("llama", False), ("bert", True)])
+@pytest.mark.parametrize(
+    ("family", "sees"), [("qwen3", False), ("mistral", False), ("llama", False), ("bert", True)]
+)
 def test_decoders_are_causal(family, sees, tmp_path):
     encoder = DualEncoder.load(family_folder(family, tmp_path / "plain"), pooling="cls", **SIZE)
     one, other = encoder.encode_queries(["the red fox", "the blue whale"])

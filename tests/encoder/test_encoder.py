@@ -13,10 +13,25 @@ import torch
 from helpers import micro_batches, tiny_encoder
 from sentence_transformers import SentenceTransformer
 from tiny_families import TEXTS, family_folder
-from transformers import AutoConfig, AutoModel, AutoTokenizer, DPRConfig, DPRQuestionEncoder, T5Config, T5EncoderModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    DPRConfig,
+    DPRQuestionEncoder,
+    T5Config,
+    T5EncoderModel,
+)
 
 from contaccum.batch import Tokens
-from contaccum.encoder import DualEncoder, EncoderSettings, Tower, pool, tiny_tower, wordpiece_tokenizer
+from contaccum.encoder import (
+    DualEncoder,
+    EncoderSettings,
+    Tower,
+    pool,
+    tiny_tower,
+    wordpiece_tokenizer,
+)
 from contaccum.encoder.folders import NO_LIMIT
 from contaccum.encoder.tokenizer import encoding_lock
 from contaccum.errors import InputError
@@ -56,9 +71,21 @@ def test_pooling_ignores_padding_on_either_side():
     ],
 )
 def test_texts_are_as_long_as_the_position_embeddings_allow(family, limit):
-    size = {"d_head": 16} if family == "xlnet" else {"max_position_embeddings": 40, "intermediate_size": 64}
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50, "pad_token_id": 1}
-    tower = Tower(AutoModel.from_config(AutoConfig.for_model(family, **sizes, **size)).eval(), None, "mean")
+    size = (
+        {"d_head": 16}
+        if family == "xlnet"
+        else {"max_position_embeddings": 40, "intermediate_size": 64}
+    )
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 50,
+        "pad_token_id": 1,
+    }
+    tower = Tower(
+        AutoModel.from_config(AutoConfig.for_model(family, **sizes, **size)).eval(), None, "mean"
+    )
     assert tower.position_limit == limit
     for length in (min(limit, 50), min(limit, 50) + 1):
         tokens = Tokens(torch.full((1, length), 7), torch.ones(1, length, dtype=torch.long))
@@ -71,13 +98,21 @@ def test_texts_are_as_long_as_the_position_embeddings_allow(family, limit):
 
 @pytest.mark.parametrize("family", ["bert", "xlnet", "qwen3"])
 def test_a_text_has_room_for_special_tokens_and_one_more(family, tmp_path):
-    folder = family_folder(family, tmp_path / "model") if family != "xlnet" else xlnet_folder(tmp_path / "model")
+    folder = (
+        family_folder(family, tmp_path / "model")
+        if family != "xlnet"
+        else xlnet_folder(tmp_path / "model")
+    )
     least = {"bert": 3, "xlnet": 3, "qwen3": 2}[family]  # Qwen3 has only an end-of-text token
     found = DualEncoder.load(folder, max_query_length=least, max_passage_length=9).encode_queries(
         ["a red fox", "a sea"]
     )
-    np.testing.assert_allclose(found[0], found[1], atol=1e-6)  # both texts are truncated to their first word
-    with pytest.raises(InputError, match=f"max_query_length is {least - 1}; expected {least} (to|or more)"):
+    np.testing.assert_allclose(
+        found[0], found[1], atol=1e-6
+    )  # both texts are truncated to their first word
+    with pytest.raises(
+        InputError, match=f"max_query_length is {least - 1}; expected {least} (to|or more)"
+    ):
         DualEncoder.load(folder, max_query_length=least - 1, max_passage_length=9)
 
 
@@ -85,7 +120,9 @@ def xlnet_folder(folder: Path) -> Path:
     tokenizer = wordpiece_tokenizer(TEXTS * 3, 150)
     tokenizer.save_pretrained(folder)
     sizes = {"d_model": 32, "n_layer": 1, "n_head": 2, "d_head": 16, "d_inner": 64}
-    AutoModel.from_config(AutoConfig.for_model("xlnet", vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    AutoModel.from_config(
+        AutoConfig.for_model("xlnet", vocab_size=len(tokenizer), **sizes)
+    ).save_pretrained(folder)
     return folder
 
 
@@ -101,10 +138,15 @@ def test_mean_of_a_long_text_does_not_overflow_in_float16():
 
 @pytest.mark.parametrize("pooling", ["cls", "mean", "last"])
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
-def test_saved_towers_give_equal_vectors_in_transformers_and_sentence_transformers(pooling, similarity, tmp_path):
+def test_saved_towers_give_equal_vectors_in_transformers_and_sentence_transformers(
+    pooling, similarity, tmp_path
+):
     encoder = words_encoder(pooling, similarity, query_prefix="the ", passage_prefix="sea ")
     encoder.save(tmp_path / "model")
-    ours = {"query_encoder": encoder.encode_queries(TEXTS), "passage_encoder": encoder.encode_passages(TEXTS)}
+    ours = {
+        "query_encoder": encoder.encode_queries(TEXTS),
+        "passage_encoder": encoder.encode_passages(TEXTS),
+    }
     for name, vectors in ours.items():
         folder = str(tmp_path / "model" / name)
         peer = SentenceTransformer(folder, device="cpu")
@@ -145,7 +187,9 @@ def test_sentence_transformers_settings_are_loaded(minilm):
         "cosine",
         256,
     )
-    np.testing.assert_allclose(ours.encode_passages(texts), SentenceTransformer(str(minilm)).encode(texts), atol=1e-6)
+    np.testing.assert_allclose(
+        ours.encode_passages(texts), SentenceTransformer(str(minilm)).encode(texts), atol=1e-6
+    )
     cut = DualEncoder.load(minilm, max_passage_length=8)
     assert np.abs(cut.encode_passages(texts) - ours.encode_passages(texts)).max() > 0.01
 
@@ -171,7 +215,14 @@ def test_an_encoder_of_dpr_is_refused(tmp_path):
 
 
 def test_the_encoder_half_of_t5_is_refused_as_an_encoder_decoder(tmp_path):
-    sizes = {"vocab_size": 50, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    sizes = {
+        "vocab_size": 50,
+        "d_model": 32,
+        "d_kv": 16,
+        "d_ff": 64,
+        "num_layers": 1,
+        "num_heads": 2,
+    }
     T5EncoderModel(T5Config(**sizes)).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="t5 is an encoder-decoder"):
         DualEncoder.load(tmp_path)
@@ -180,7 +231,9 @@ def test_the_encoder_half_of_t5_is_refused_as_an_encoder_decoder(tmp_path):
 def test_one_text_instead_of_a_list_is_refused():
     encoder = words_encoder()
     for side, encode in (("query", encoder.encode_queries), ("passage", encoder.encode_passages)):
-        with pytest.raises(InputError, match=rf"found one {side} \('the red fox'\); expected a list of texts"):
+        with pytest.raises(
+            InputError, match=rf"found one {side} \('the red fox'\); expected a list of texts"
+        ):
             encode("the red fox")
         with pytest.raises(InputError, match="found a mapping; expected a list of texts"):
             encode({"q1": "the red fox"})
@@ -227,7 +280,9 @@ def test_passage_encoder_keeps_its_settings_for_passages(tmp_path):
         mixed = DualEncoder.load(tmp_path / "query", passage_name=name)
         np.testing.assert_array_equal(mixed.encode_passages(TEXTS), passage.encode_passages(TEXTS))
         assert mixed.settings.max_query_length == 8
-    other = DualEncoder.load(tmp_path / "query", passage_name=tmp_path / "passage", passage_prefix="a ")
+    other = DualEncoder.load(
+        tmp_path / "query", passage_name=tmp_path / "passage", passage_prefix="a "
+    )
     assert other.settings.passage_prefix == "a "
 
 
@@ -236,7 +291,10 @@ def test_passage_encoder_with_another_pooling_or_similarity_is_refused(key, valu
     words_encoder().save(tmp_path / "query")
     words_encoder(**{key: value}).save(tmp_path / "passage")
     names = {"name": tmp_path / "query", "passage_name": tmp_path / "passage"}
-    with pytest.raises(InputError, match=f"passage: {key} is .* for queries and {value} for passages; .*--model.{key}"):
+    with pytest.raises(
+        InputError,
+        match=f"passage: {key} is .* for queries and {value} for passages; .*--model.{key}",
+    ):
         DualEncoder.load(**names)
     assert getattr(DualEncoder.load(**names, **{key: value}).settings, key) == value
 
@@ -245,12 +303,17 @@ def test_half_precision_weights_load_as_float32(tmp_path):
     encoder = words_encoder()
     encoder.half().save(tmp_path / "half")
     assert DualEncoder.load(tmp_path / "half").query_tower.backbone.dtype == torch.float32
-    assert DualEncoder.load(tmp_path / "half", dtype=torch.bfloat16).query_tower.backbone.dtype == torch.bfloat16
+    assert (
+        DualEncoder.load(tmp_path / "half", dtype=torch.bfloat16).query_tower.backbone.dtype
+        == torch.bfloat16
+    )
 
 
 def test_batch_size_does_not_change_vectors_or_order():
     encoder = words_encoder()
-    one = encoder.encode_passages(TEXTS, batch_tokens=1)  # every text is longer, so each passes alone
+    one = encoder.encode_passages(
+        TEXTS, batch_tokens=1
+    )  # every text is longer, so each passes alone
     np.testing.assert_allclose(encoder.encode_passages(TEXTS, batch_tokens=20), one, atol=1e-6)
     assert one.dtype == np.float32
     assert encoder.encode_queries([]).shape == (0, 32)
@@ -266,8 +329,15 @@ def test_a_tokenizer_that_returns_only_ids_gives_equal_vectors():
 
 
 def test_only_cosine_vectors_have_unit_length():
-    np.testing.assert_allclose(np.linalg.norm(words_encoder().encode_queries(TEXTS), axis=1), 1, atol=1e-6)
-    assert np.abs(np.linalg.norm(words_encoder(similarity="dot").encode_queries(TEXTS), axis=1) - 1).max() > 0.1
+    np.testing.assert_allclose(
+        np.linalg.norm(words_encoder().encode_queries(TEXTS), axis=1), 1, atol=1e-6
+    )
+    assert (
+        np.abs(
+            np.linalg.norm(words_encoder(similarity="dot").encode_queries(TEXTS), axis=1) - 1
+        ).max()
+        > 0.1
+    )
 
 
 def test_set_dropout_changes_training_passes():
@@ -281,7 +351,10 @@ def test_set_dropout_changes_training_passes():
 
 
 def test_tiny_vocabulary_is_deterministic():
-    vocabularies = [tiny_tower(TEXTS, "cls", layers=1, width=32, vocabulary=60, max_length=8, seed=0) for _ in range(3)]
+    vocabularies = [
+        tiny_tower(TEXTS, "cls", layers=1, width=32, vocabulary=60, max_length=8, seed=0)
+        for _ in range(3)
+    ]
     texts = {tower.tokenizer.backend_tokenizer.to_str() for tower in vocabularies}
     assert len(texts) == 1
     assert len(vocabularies[0].tokenizer) == 60
@@ -317,12 +390,18 @@ def test_wrong_folders_and_settings_are_refused(tmp_path):
         DualEncoder.load(tmp_path / "narrow", passage_name=tmp_path / "wide", tie_towers=True)
     dense = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Dense"}]
     with pytest.raises(InputError, match="modules are Dense; expected Transformer, Pooling"):
-        DualEncoder.load(broken_folder(tmp_path / "dense", query_encoder__modules_json=dense) / "query_encoder")
+        DualEncoder.load(
+            broken_folder(tmp_path / "dense", query_encoder__modules_json=dense) / "query_encoder"
+        )
 
 
 @pytest.mark.parametrize(
     ("said", "similarity"),
-    [({}, "cosine"), ({"similarity_fn_name": "cosine"}, "cosine"), ({"similarity_fn_name": "dot"}, "dot")],
+    [
+        ({}, "cosine"),
+        ({"similarity_fn_name": "cosine"}, "cosine"),
+        ({"similarity_fn_name": "dot"}, "dot"),
+    ],
 )
 def test_named_similarity_applies_without_normalize_module(said, similarity, tmp_path):
     words_encoder(similarity="dot").save(tmp_path / "model")

@@ -113,4 +113,6 @@ def test_each_text_gets_its_own_vector_with_batches_of_one_text(texts):
     encoder = words_encoder()
     words = TEXTS[:texts]
     found = encoder.encode_queries(words, batch_tokens=1)
-    np.testing.assert_allclose(found, [encoder.encode_queries([word])[0] for word in words], atol=1e-5)
+    np.testing.assert_allclose(
+        found, [encoder.encode_queries([word])[0] for word in words], atol=1e-5
+    )

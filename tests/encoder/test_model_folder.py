@@ -30,8 +30,10 @@ def trained(tmp_path_factory) -> tuple[Path, Path]:
         "encode --model {run} --kind passage --input {data}/corpus.jsonl --output {out}/shards",
         "search --model {run} --data {data} --output {out}/run.trec",
         "mine --model {run} --data {data} --split train --output {out}/mined.jsonl",
-        "train --model.name {run} --data.train {data} --output_dir {out}/again --method in_batch --optim.max_steps 1 "
-        "--batch.global_batch_size 4 --batch.micro_batch_size 4 --model.max_query_length 8 --model.max_passage_length 8",
+        "train --model.name {run} --data.train {data} --output_dir {out}/again --method in_batch "
+        "--optim.max_steps 1 "
+        "--batch.global_batch_size 4 --batch.micro_batch_size 4 --model.max_query_length 8 "
+        "--model.max_passage_length 8",
         "push {run} somebody/name --dry_run",
     ],
 )
@@ -41,7 +43,9 @@ def test_commands_accept_a_run_as_its_model(command, trained, tmp_path, capsys):
     for name in (run, run / "model"):
         out = tmp_path / name.name
         out.mkdir()
-        assert main(command.format(run=name, data=data, out=out).split()) == 0, capsys.readouterr().err
+        assert main(command.format(run=name, data=data, out=out).split()) == 0, (
+            capsys.readouterr().err
+        )
         outputs.append(
             {
                 file.relative_to(out): file.read_bytes()
@@ -53,12 +57,17 @@ def test_commands_accept_a_run_as_its_model(command, trained, tmp_path, capsys):
 
 def test_a_run_is_loaded_as_its_model(trained, tmp_path):
     _, run = trained
-    vectors = [DualEncoder.load(name).encode_queries(["wide valley"]) for name in (run, run / "model", f"{run}/")]
+    vectors = [
+        DualEncoder.load(name).encode_queries(["wide valley"])
+        for name in (run, run / "model", f"{run}/")
+    ]
     np.testing.assert_array_equal(vectors[0], vectors[1])
     np.testing.assert_array_equal(vectors[0], vectors[2])
     other = DualEncoder.load(run, query_prefix="other ").encode_queries(["wide valley"])
     assert not np.array_equal(vectors[0], other)
-    two = DualEncoder.load(family_folder("bert", tmp_path / "bert"), max_query_length=8, max_passage_length=8)
+    two = DualEncoder.load(
+        family_folder("bert", tmp_path / "bert"), max_query_length=8, max_passage_length=8
+    )
     two.save(tmp_path / "model")  # a folder named model is not a run
     assert model_folder(tmp_path / "model") == str(tmp_path / "model")
 
@@ -66,7 +75,10 @@ def test_a_run_is_loaded_as_its_model(trained, tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("runs/no/such", "no such folder; expected the folder of a model or of a run, or a Hub name"),
+        (
+            "runs/no/such",
+            "no such folder; expected the folder of a model or of a run, or a Hub name",
+        ),
         ("./nothing", "no such folder"),
         ("~/runs/x", "no such folder"),
         ("/nowhere/model", "no such folder"),
@@ -78,7 +90,10 @@ def test_a_run_is_loaded_as_its_model(trained, tmp_path):
         ("", "no such folder"),
         ("file", "this is not a folder"),
         ("run", "this run has no model/ yet, because its training is not finished"),
-        ("s3://bucket/model", "an address with the scheme s3 is not a local path. Mount the storage"),
+        (
+            "s3://bucket/model",
+            "an address with the scheme s3 is not a local path. Mount the storage",
+        ),
         ("hdfs://host:9000/m", "scheme hdfs is not a local path"),
         ("gs:/bucket/m", "gs://bucket/m: an address"),
         ("file:///models/m", "scheme file is not a local path"),

@@ -28,7 +28,9 @@ def test_models_follow_the_umask(umask, tmp_path):
     size = {"max_query_length": 8, "max_passage_length": 8}
     DualEncoder.load(base, **size).save(tmp_path / "tied")
     DualEncoder.load(base, tie_towers=False, **size).save(tmp_path / "two")
-    DualEncoder.load(base, adapters=Adapters(AdapterConfig(rank=2)), **size).save(tmp_path / "adapter")
+    DualEncoder.load(base, adapters=Adapters(AdapterConfig(rank=2)), **size).save(
+        tmp_path / "adapter"
+    )
     for name in ("tied", "two", "adapter"):
         assert modes(tmp_path / name) == {oct(0o666 & ~umask)}, name
 

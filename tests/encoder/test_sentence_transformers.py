@@ -35,7 +35,9 @@ def peer(folder: Path) -> SentenceTransformer:
     return SentenceTransformer(str(folder), device="cpu")
 
 
-def differences(ours: DualEncoder, theirs: SentenceTransformer, texts: list[str] = LONG) -> list[float]:
+def differences(
+    ours: DualEncoder, theirs: SentenceTransformer, texts: list[str] = LONG
+) -> list[float]:
     """Return the largest difference of query and passage vectors."""
     return [
         float(np.abs(ours.encode_queries(texts) - theirs.encode_query(texts)).max()),
@@ -44,7 +46,9 @@ def differences(ours: DualEncoder, theirs: SentenceTransformer, texts: list[str]
 
 
 @pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize(("pooling", "similarity"), [("cls", "dot"), ("mean", "cosine"), ("last", "dot")])
+@pytest.mark.parametrize(
+    ("pooling", "similarity"), [("cls", "dot"), ("mean", "cosine"), ("last", "dot")]
+)
 def test_root_folder_is_one_router_model(pooling, similarity, tie, tmp_path):
     ours = words_encoder(pooling, similarity, tie, query_prefix="the ", passage_prefix="deep sea ")
     ours.save(tmp_path / "model")
@@ -53,7 +57,10 @@ def test_root_folder_is_one_router_model(pooling, similarity, tie, tmp_path):
     np.testing.assert_allclose(theirs.encode(LONG), ours.encode_passages(LONG), atol=1e-6)
     assert np.abs(theirs.encode_query(LONG) - theirs.encode_document(LONG)).max() > 1e-3
     assert theirs.similarity_fn_name == similarity
-    weights = [tmp_path / "model" / name / "model.safetensors" for name in ("query_encoder", "passage_encoder")]
+    weights = [
+        tmp_path / "model" / name / "model.safetensors"
+        for name in ("query_encoder", "passage_encoder")
+    ]
     assert weights[0].samefile(weights[1]) == tie
     assert len(list(theirs.parameters())) == len(list(ours.parameters()))
 
@@ -81,7 +88,9 @@ def test_different_passage_encoder_keeps_both(tmp_path):
     size = {"layers": 1, "vocabulary": 150, "max_length": 24}
     query = tiny_tower(TEXTS, "mean", width=32, seed=0, **size)
     settings = EncoderSettings(max_query_length=8, max_passage_length=12)
-    passage = tiny_tower(TEXTS[:3], "mean", width=32, seed=1, **size | {"layers": 2, "vocabulary": 90})
+    passage = tiny_tower(
+        TEXTS[:3], "mean", width=32, seed=1, **size | {"layers": 2, "vocabulary": 90}
+    )
     ours = DualEncoder(query, passage, settings).eval()
     ours.save(tmp_path / "model")
     assert max(differences(ours, peer(tmp_path / "model"))) < 1e-6
@@ -106,7 +115,11 @@ def test_truncated_vectors_equal_in_both_libraries(similarity, tmp_path):
     whole, ours = (DualEncoder.load(tmp_path / "whole", truncate_dim=width) for width in (None, 8))
 
     def unit(vectors: np.ndarray) -> np.ndarray:
-        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True) if similarity == "cosine" else vectors
+        return (
+            vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+            if similarity == "cosine"
+            else vectors
+        )
 
     expected = unit(whole.encode_queries(LONG)[:, :8])
     np.testing.assert_allclose(ours.encode_queries(LONG), expected, atol=1e-6)
@@ -123,13 +136,18 @@ def test_truncated_vectors_equal_in_both_libraries(similarity, tmp_path):
 # any model of theirs
 
 
-def their_model(folder: Path, pooling: str = "mean", dense: bool = False, normalize: bool = True, **more):
+def their_model(
+    folder: Path, pooling: str = "mean", dense: bool = False, normalize: bool = True, **more
+):
     transformer = Transformer(str(folder))
     transformer.max_seq_length = more.pop("length", 12)
     modules = [transformer, Pooling(32, pooling)]
     if dense:
         torch.manual_seed(1)
-        modules += [Dense(32, 24), Dense(24, 16, bias=False, activation_function=torch.nn.Identity())]
+        modules += [
+            Dense(32, 24),
+            Dense(24, 16, bias=False, activation_function=torch.nn.Identity()),
+        ]
     return SentenceTransformer(modules=[*modules, *[Normalize()] * normalize], device="cpu", **more)
 
 
@@ -141,7 +159,11 @@ def test_every_family_has_equal_vectors(family, tmp_path):
     theirs = their_model(plain, their_name, prompts={"query": "the ", "document": "sea "})
     theirs.save(str(tmp_path / "theirs"), create_model_card=False)
     ours = DualEncoder.load(tmp_path / "theirs")
-    assert (ours.settings.pooling, ours.settings.query_prefix, ours.settings.max_query_length) == (pooling, "the ", 12)
+    assert (ours.settings.pooling, ours.settings.query_prefix, ours.settings.max_query_length) == (
+        pooling,
+        "the ",
+        12,
+    )
     assert max(differences(ours, theirs)) < 1e-6
     cut = DualEncoder.load(tmp_path / "theirs", max_query_length=6, query_prefix="")
     assert differences(cut, theirs)[0] > 5e-4
@@ -172,7 +194,9 @@ def test_router_with_different_sides_loads(tmp_path):
     short = their_model(family_folder("distilbert", tmp_path / "d"), normalize=False, length=9)
     long = their_model(family_folder("bert", tmp_path / "b"), normalize=False)
     routes = {"query": list(short), "document": list(long)}
-    theirs = SentenceTransformer(modules=[Router(routes), Normalize()], prompts={"query": "the "}, device="cpu")
+    theirs = SentenceTransformer(
+        modules=[Router(routes), Normalize()], prompts={"query": "the "}, device="cpu"
+    )
     theirs.save(str(tmp_path / "theirs"), create_model_card=False)
     ours = DualEncoder.load(tmp_path / "theirs")
     assert (ours.settings.max_query_length, ours.settings.max_passage_length) == (9, 12)
@@ -183,7 +207,9 @@ def test_router_with_different_sides_loads(tmp_path):
         ("query", "text"): "document",
         ("document", None): "query",
     }  # routes that do not bear the names of their sides
-    theirs = SentenceTransformer(modules=[Router(routes, route_mappings=mapped), Normalize()], device="cpu")
+    theirs = SentenceTransformer(
+        modules=[Router(routes, route_mappings=mapped), Normalize()], device="cpu"
+    )
     theirs.save(str(tmp_path / "mapped"), create_model_card=False)
     assert max(differences(DualEncoder.load(tmp_path / "mapped"), theirs)) < 1e-6
 
@@ -197,7 +223,10 @@ def test_do_lower_case_is_applied(tmp_path):
     for said in (False, True):
         path = tmp_path / "theirs" / "sentence_bert_config.json"
         path.write_text(json.dumps({"max_seq_length": 12, "do_lower_case": said}))
-        assert max(differences(DualEncoder.load(path.parent), peer(path.parent), ["The Red FOX"])) < 1e-6
+        assert (
+            max(differences(DualEncoder.load(path.parent), peer(path.parent), ["The Red FOX"]))
+            < 1e-6
+        )
     lower = DualEncoder.load(path.parent).encode_queries(["The Red FOX", "the red fox"])
     np.testing.assert_array_equal(lower[0], lower[1])
 
@@ -205,12 +234,19 @@ def test_do_lower_case_is_applied(tmp_path):
 def test_do_lower_case_is_saved_if_the_tokenizer_class_rebuilds_its_normalizer(tmp_path):
     theirs = their_model(family_folder("bert", tmp_path / "plain"))
     theirs.save(str(tmp_path / "theirs"), create_model_card=False)
-    (tmp_path / "theirs" / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
+    (tmp_path / "theirs" / "sentence_bert_config.json").write_text(
+        json.dumps({"do_lower_case": True})
+    )
     path = tmp_path / "theirs" / "tokenizer_config.json"
-    about = json.loads(path.read_text()) | {"tokenizer_class": "BertTokenizer", "do_lower_case": False}
+    about = json.loads(path.read_text()) | {
+        "tokenizer_class": "BertTokenizer",
+        "do_lower_case": False,
+    }
     path.write_text(json.dumps(about))
     DualEncoder.load(tmp_path / "theirs").save(tmp_path / "saved")
-    upper, lower = DualEncoder.load(tmp_path / "saved").encode_queries(["The Red FOX", "the red fox"])
+    upper, lower = DualEncoder.load(tmp_path / "saved").encode_queries(
+        ["The Red FOX", "the red fox"]
+    )
     np.testing.assert_array_equal(upper, lower)
 
 
@@ -225,7 +261,12 @@ def test_max_length_is_limited_to_positions(tmp_path):
     [
         ("intfloat/e5-base-v2", "mean", "query: ", "passage: "),
         ("/models/multilingual-e5-large/", "mean", "query: ", "passage: "),
-        ("BAAI/bge-small-en-v1.5", "cls", "Represent this sentence for searching relevant passages: ", None),
+        (
+            "BAAI/bge-small-en-v1.5",
+            "cls",
+            "Represent this sentence for searching relevant passages: ",
+            None,
+        ),
         ("BAAI/bge-m3", "cls", None, None),
         ("thenlper/gte-base", "mean", None, None),
         ("Alibaba-NLP/gte-modernbert-base", "cls", None, None),
@@ -245,7 +286,9 @@ def test_folder_settings_override_family_settings(tmp_path):
     plain = family_folder("bert", tmp_path / "bge-base-en-v1.5")
     size = {"max_query_length": 12, "max_passage_length": 12}
     assert DualEncoder.load(plain, **size).settings.pooling == "cls"
-    assert DualEncoder.load(plain, pooling="mean", query_prefix="", **size).settings.query_prefix == ""
+    assert (
+        DualEncoder.load(plain, pooling="mean", query_prefix="", **size).settings.query_prefix == ""
+    )
     for prompts, expected in (({}, "query: "), ({"query": "the "}, "the ")):
         saved = tmp_path / str(len(prompts)) / "e5-base-v2"
         their_model(plain, "cls", prompts=prompts).save(str(saved), create_model_card=False)
@@ -265,24 +308,38 @@ def test_unsupported_modules_are_refused(tmp_path):
     theirs = their_model(plain, dense=True, prompts={"query": "the "})
     cases = {
         ("1_Pooling/config.json", "pooling excludes the prompt"): {"include_prompt": False},
-        ("1_Pooling/config.json", "expected exactly one of cls, mean, last"): {"pooling_mode": "max"},
-        ("2_Dense/config.json", "expected the name of a torch.nn activation"): {"activation_function": "os.system"},
+        ("1_Pooling/config.json", "expected exactly one of cls, mean, last"): {
+            "pooling_mode": "max"
+        },
+        ("2_Dense/config.json", "expected the name of a torch.nn activation"): {
+            "activation_function": "os.system"
+        },
         ("2_Dense/config.json", "use_residual is true"): {"use_residual": True},
         ("2_Dense/config.json", "the Dense module could not be loaded"): {"out_features": 5},
-        ("config_sentence_transformers.json", "similarity is 'euclidean'; expected one of cosine, dot"): {
+        (
+            "config_sentence_transformers.json",
+            "similarity is 'euclidean'; expected one of cosine, dot",
+        ): {
             "similarity_fn_name": "euclidean",
         },
         ("config_sentence_transformers.json", "truncate_dim is 8, but similarity_fn_name is dot"): {
             "truncate_dim": 8,
             "similarity_fn_name": "dot",
         },
-        ("config_sentence_transformers.json", "truncate_dim is 99; expected at most"): {"truncate_dim": 99},
+        ("config_sentence_transformers.json", "truncate_dim is 99; expected at most"): {
+            "truncate_dim": 99
+        },
         ("config_sentence_transformers.json", "truncate_dim: found str"): {"truncate_dim": "all"},
     }
     for number, ((file, said), values) in enumerate(cases.items()):
         with pytest.raises(InputError, match=said):
             DualEncoder.load(altered(theirs, tmp_path / str(number), file, **values))
-    folder = altered(theirs, tmp_path / "named", "config_sentence_transformers.json", similarity_fn_name="euclidean")
+    folder = altered(
+        theirs,
+        tmp_path / "named",
+        "config_sentence_transformers.json",
+        similarity_fn_name="euclidean",
+    )
     assert DualEncoder.load(folder, similarity="cosine").settings.similarity == "cosine"
     folder = altered(theirs, tmp_path / "pickled", "config_sentence_transformers.json")
     (folder / "2_Dense" / "model.safetensors").rename(folder / "2_Dense" / "pytorch_model.bin")
@@ -290,11 +347,15 @@ def test_unsupported_modules_are_refused(tmp_path):
         DualEncoder.load(folder)
     sides = [list(their_model(plain, pooling)) for pooling in ("cls", "mean")]
     one = Router({"query": sides[0], "document": sides[1]})
-    SentenceTransformer(modules=[one], device="cpu").save(str(tmp_path / "poolings"), create_model_card=False)
+    SentenceTransformer(modules=[one], device="cpu").save(
+        str(tmp_path / "poolings"), create_model_card=False
+    )
     with pytest.raises(InputError, match="pooling is cls for queries and mean for passages"):
         DualEncoder.load(tmp_path / "poolings")
     pictures = Router({"image": sides[0]})
-    SentenceTransformer(modules=[pictures], device="cpu").save(str(tmp_path / "routes"), create_model_card=False)
+    SentenceTransformer(modules=[pictures], device="cpu").save(
+        str(tmp_path / "routes"), create_model_card=False
+    )
     with pytest.raises(InputError, match="has the routes image, but no route for query"):
         DualEncoder.load(tmp_path / "routes")
 
@@ -316,14 +377,20 @@ def test_sentence_transformers_evaluator_gives_equal_ndcg(tmp_path):
     corpus = {each["_id"]: f"{each['title']} {each['text']}" for each in read}
     rows = [line.split("\t") for line in (data / "qrels" / "test.tsv").read_text().splitlines()[1:]]
     asked = [json.loads(line) for line in (data / "queries.jsonl").read_text().splitlines()]
-    queries = {each["_id"]: each["text"] for each in asked if each["_id"] in {row[0] for row in rows}}
-    evaluator = InformationRetrievalEvaluator(queries, corpus, {query: {passage} for query, passage, _ in rows})
+    queries = {
+        each["_id"]: each["text"] for each in asked if each["_id"] in {row[0] for row in rows}
+    }
+    evaluator = InformationRetrievalEvaluator(
+        queries, corpus, {query: {passage} for query, passage, _ in rows}
+    )
     theirs = evaluator(peer(tmp_path / "model"))["cosine_ndcg@10"]
     assert evaluate(ours, str(data))["mean"]["ndcg@10"] == pytest.approx(theirs, abs=1e-4)
     assert 0 < theirs < 1
     rows = {query: {passage} for query, passage, _ in rows}
     evaluator = InformationRetrievalEvaluator(queries, corpus, rows, truncate_dim=2)
-    narrow = evaluate(EncoderConfig(str(tmp_path / "model"), truncate_dim=2), str(data))["mean"]["ndcg@10"]
+    narrow = evaluate(EncoderConfig(str(tmp_path / "model"), truncate_dim=2), str(data))["mean"][
+        "ndcg@10"
+    ]
     assert narrow == pytest.approx(evaluator(peer(tmp_path / "model"))["cosine_ndcg@10"], abs=1e-4)
     assert not math.isclose(theirs, narrow, abs_tol=1e-3)
     other = evaluate(DualEncoder(tower, tower, settings).eval(), str(data))["mean"]["ndcg@10"]
@@ -343,9 +410,15 @@ def test_every_evaluator_gives_equal_metrics_on_scifact(shared_data, minilm, tmp
     """Two separately trained towers on SciFact's judged passages and some others."""
     source, data = shared_data / "scifact", tmp_path / "scifact"
     shutil.copytree(source, data)
-    judged = {line.split("\t")[1] for line in (source / "qrels" / "test.tsv").read_text().splitlines()[1:]}
+    judged = {
+        line.split("\t")[1] for line in (source / "qrels" / "test.tsv").read_text().splitlines()[1:]
+    }
     lines = (source / "corpus.jsonl").read_text().splitlines()
-    chosen = [line for number, line in enumerate(lines) if number % 20 == 0 or json.loads(line)["_id"] in judged]
+    chosen = [
+        line
+        for number, line in enumerate(lines)
+        if number % 20 == 0 or json.loads(line)["_id"] in judged
+    ]
     (data / "corpus.jsonl").write_text("\n".join(chosen) + "\n")
     for qrels in ("train", "test"):
         rows = (source / "qrels" / f"{qrels}.tsv").read_text().splitlines()
@@ -358,9 +431,20 @@ def test_every_evaluator_gives_equal_metrics_on_scifact(shared_data, minilm, tmp
         "model.max_passage_length": 64,
         "optim.learning_rate": 2e-5,
     }
-    train(train_config(data, tmp_path / "run", **{"model.name": str(minilm), "data.repair": True, **changes}))
+    train(
+        train_config(
+            data, tmp_path / "run", **{"model.name": str(minilm), "data.repair": True, **changes}
+        )
+    )
     model = tmp_path / "run" / "model"
-    call = [sys.executable, str(ROOT / "benchmarks" / "evaluators.py"), "--model", str(model), "--data", str(data)]
+    call = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "evaluators.py"),
+        "--model",
+        str(model),
+        "--data",
+        str(data),
+    ]
     paths = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(call, env=paths, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -368,7 +452,7 @@ def test_every_evaluator_gives_equal_metrics_on_scifact(shared_data, minilm, tmp
     own, *others = [float(figures[name]) for name in ("contaccum", "sentence-transformers", "beir")]
     assert others == pytest.approx([own, own], abs=1e-4)
     assert own > 0.5
-    wrong = evaluate(DualEncoder.load(model, query_prefix="passage: "), str(data), policy=DataPolicy(repair=True))[
-        "mean"
-    ]["ndcg@10"]
+    wrong = evaluate(
+        DualEncoder.load(model, query_prefix="passage: "), str(data), policy=DataPolicy(repair=True)
+    )["mean"]["ndcg@10"]
     assert abs(wrong - own) > 1e-3  # negative control

@@ -13,7 +13,14 @@ from transformers import AutoConfig, AutoModel
 
 from contaccum.batch import Tokens
 from contaccum.encoder import DualEncoder, EncoderSettings, Tower
-from contaccum.encoder.kernels import UNPADDED_FAMILIES, attention_mask, by_text, padding_bias, unpad, varlen
+from contaccum.encoder.kernels import (
+    UNPADDED_FAMILIES,
+    attention_mask,
+    by_text,
+    padding_bias,
+    unpad,
+    varlen,
+)
 from contaccum.encoder.tokenizer import wordpiece_tokenizer
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
@@ -24,17 +31,31 @@ DIFFERENT = 1e-3
 SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": 20, "pad_token_id": 0}
 NAMES = {  # some families have names of their own for the same sizes
     "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
-    "modernbert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+    "modernbert": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    },
 }
-USUAL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+USUAL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 
 
 def family_encoder(family: str, pooling: str = "mean", **config) -> DualEncoder:
     """Tied towers with two random layers of a family."""
     torch.manual_seed(0)
     made = AutoConfig.for_model(family, **SIZES, **NAMES.get(family, USUAL), **config)
-    tower = Tower(AutoModel.from_config(made), wordpiece_tokenizer([], 5), pooling)  # special tokens only
-    return DualEncoder(tower, tower, EncoderSettings(max_query_length=16, max_passage_length=16, tie_towers=True))
+    tower = Tower(
+        AutoModel.from_config(made), wordpiece_tokenizer([], 5), pooling
+    )  # special tokens only
+    return DualEncoder(
+        tower, tower, EncoderSettings(max_query_length=16, max_passage_length=16, tie_towers=True)
+    )
 
 
 @pytest.mark.parametrize("family", UNPADDED_FAMILIES)
@@ -57,7 +78,9 @@ def test_attention_across_texts_changes_vectors():
     right = tower(tokens)
     row = unpad(tokens)
     tower.backbone.set_attn_implementation("sdpa")
-    one = tower.backbone(input_ids=row.input_ids, position_ids=row.position_ids).last_hidden_state[0]
+    one = tower.backbone(input_ids=row.input_ids, position_ids=row.position_ids).last_hidden_state[
+        0
+    ]
     first = one[: row.bounds[1]].mean(0)
     assert (first - right[0]).abs().max() > DIFFERENT
 
@@ -71,7 +94,10 @@ def test_encoding_without_padding_gives_equal_vectors(minilm):
 
 
 def test_unpad_removes_padding():
-    tokens = Tokens(torch.tensor([[7, 8, 0], [9, 5, 6], [4, 0, 0]]), torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]]))
+    tokens = Tokens(
+        torch.tensor([[7, 8, 0], [9, 5, 6], [4, 0, 0]]),
+        torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]]),
+    )
     row = unpad(tokens, first=2)
     assert row.input_ids.tolist() == [[7, 8, 9, 5, 6, 4]]
     assert row.position_ids.tolist() == [[2, 3, 2, 3, 4, 2]]
@@ -81,11 +107,16 @@ def test_unpad_removes_padding():
 
 
 def test_unpad_reads_no_value_from_the_device():
-    """On the meta device, which holds no values. Without the CPU copy of the mask, the lengths must be read."""
+    """On the meta device, which holds no values.
+
+    Without the CPU copy of the mask, the lengths must be read.
+    """
     ids, mask = torch.tensor([[7, 8, 0], [9, 5, 6]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
     tokens = Tokens(ids, mask).to(torch.device("meta"))
     row = unpad(tokens)
-    assert {each.device.type for each in (row.input_ids, row.position_ids, row.kept, row.bounds)} == {"meta"}
+    assert {
+        each.device.type for each in (row.input_ids, row.position_ids, row.kept, row.bounds)
+    } == {"meta"}
     assert (row.input_ids.shape, row.longest) == ((1, 5), 3)
     with pytest.raises((RuntimeError, NotImplementedError)):
         unpad(Tokens(tokens.input_ids, tokens.attention_mask))
@@ -104,13 +135,19 @@ def test_varlen_attention_equals_text_by_text(width, dtype, same, monkeypatch):
 
     def efficient(query, key, value, bias, *rest, **scale):
         assert bias is None
-        return (kernel(*(each.squeeze(0) for each in (query, key, value)), *rest, **scale)[0].unsqueeze(0),)
+        return (
+            kernel(*(each.squeeze(0) for each in (query, key, value)), *rest, **scale)[0].unsqueeze(
+                0
+            ),
+        )
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
     monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", efficient)
     torch.manual_seed(0)
     bounds = torch.tensor([0, 5, 14, 17], dtype=torch.int32)
-    query, key, value = (torch.randn(1, 2, 17, width, dtype=dtype, requires_grad=True) for _ in range(3))
+    query, key, value = (
+        torch.randn(1, 2, 17, width, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
     found = []
     for way in (by_text, varlen):
         output = way((query, key, value), 0.0, None, bounds, 9)
@@ -125,7 +162,9 @@ def test_varlen_attention_equals_text_by_text(width, dtype, same, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_varlen_attention_calls_kernels_of_this_torch(dtype):
     bounds = torch.tensor([0, 5, 14, 17], dtype=torch.int32, device="meta")
-    inputs = [torch.randn(1, 2, 17, 12, dtype=dtype, device="meta", requires_grad=True) for _ in range(3)]
+    inputs = [
+        torch.randn(1, 2, 17, 12, dtype=dtype, device="meta", requires_grad=True) for _ in range(3)
+    ]
     output = varlen(inputs, 0.1, 0.3, bounds, 9)
     assert output.shape == (17, 2, 12)
     assert output.requires_grad
@@ -135,7 +174,9 @@ def test_varlen_attention_calls_kernels_of_this_torch(dtype):
 
 def gpu_like(tokens: Tokens) -> Tokens:
     """Move tokens to the meta device, where waiting for a value fails; the mask stays on the CPU too."""
-    return Tokens(tokens.input_ids.to("meta"), tokens.attention_mask.to("meta"), tokens.attention_mask)
+    return Tokens(
+        tokens.input_ids.to("meta"), tokens.attention_mask.to("meta"), tokens.attention_mask
+    )
 
 
 @pytest.mark.parametrize("family", UNPADDED_FAMILIES)
@@ -145,7 +186,9 @@ def test_a_pass_never_waits_for_the_device(family):
     whole = Tokens(padded.input_ids, torch.ones_like(padded.attention_mask))
     for tokens in (padded, whole):
         assert tower(gpu_like(tokens)).shape == (4, 32)
-    with pytest.raises((RuntimeError, NotImplementedError)):  # negative control: no copy of the mask on the CPU
+    with pytest.raises(
+        (RuntimeError, NotImplementedError)
+    ):  # negative control: no copy of the mask on the CPU
         tower(Tokens(*(each.to("meta") for each in (padded.input_ids, padded.attention_mask))))
 
 
@@ -156,7 +199,9 @@ def test_ready_masks_give_equal_vectors(family):
     mask = tokens.attention_mask
     assert not mask.all()
     bias = padding_bias(mask, torch.float32)
-    plain, ready, none = (backbone(tokens.input_ids, each).last_hidden_state for each in (mask, bias, None))
+    plain, ready, none = (
+        backbone(tokens.input_ids, each).last_hidden_state for each in (mask, bias, None)
+    )
     torch.testing.assert_close(ready[mask > 0], plain[mask > 0], atol=1e-6, rtol=0)
     assert (none[mask > 0] - plain[mask > 0]).abs().max() > DIFFERENT
 
@@ -167,7 +212,12 @@ def test_which_mask_a_pass_uses():
     whole = Tokens(tokens.input_ids, torch.ones_like(tokens.attention_mask))
     assert attention_mask(tokens.to(torch.device("cpu")), tower.backbone) is tokens.attention_mask
     assert attention_mask(gpu_like(whole), tower.backbone) is None
-    assert attention_mask(gpu_like(tokens), tower.backbone).shape == (4, 1, 1, tokens.input_ids.shape[1])
+    assert attention_mask(gpu_like(tokens), tower.backbone).shape == (
+        4,
+        1,
+        1,
+        tokens.input_ids.shape[1],
+    )
     windows = family_encoder("modernbert").query_tower.backbone  # its layers differ in their masks
     assert attention_mask(gpu_like(tokens), windows).shape == tokens.attention_mask.shape
 
@@ -199,7 +249,10 @@ def test_unpadded_gradients_equal_padded(method):
     start = tiny_encoder()
     plain, _ = run_steps(method, data, bank_size=16, push=12, encoder=start)
     start.set_attention("auto", unpad=True)
-    assert largest_difference(run_steps(method, data, bank_size=16, push=12, encoder=start)[0], plain) < SAME
+    assert (
+        largest_difference(run_steps(method, data, bank_size=16, push=12, encoder=start)[0], plain)
+        < SAME
+    )
 
 
 def test_unpadded_grad_cache_replays_dropout():
@@ -210,7 +263,10 @@ def test_unpadded_grad_cache_replays_dropout():
     start.gradient_checkpointing_enable()
     cached, _ = run_steps("grad_cache", data, encoder=start)
     assert largest_difference(cached, run_steps("in_batch", data, encoder=start)[0]) < SAME
-    assert largest_difference(cached, run_steps("in_batch", data, encoder=start, seed=1)[0]) > DIFFERENT
+    assert (
+        largest_difference(cached, run_steps("in_batch", data, encoder=start, seed=1)[0])
+        > DIFFERENT
+    )
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
@@ -244,7 +300,11 @@ def test_attention_choice_is_not_saved(tmp_path):
     ("family", "choice", "sentence"),
     [
         ("bert", ("flash_attention_2", False), "the package flash-attn"),
-        ("mpnet", ("auto", True), "model.unpad is true, but the model type is mpnet; expected bert, "),
+        (
+            "mpnet",
+            ("auto", True),
+            "model.unpad is true, but the model type is mpnet; expected bert, ",
+        ),
         ("mpnet", ("sdpa", False), "the model type mpnet does not support it"),
     ],
 )
@@ -268,12 +328,18 @@ def test_unpad_refuses_left_padding():
 
 def test_token_vectors_narrower_than_the_layers(tmp_path):
     """As in facebook/opt-350m."""
-    encoder = family_encoder("opt", word_embed_proj_dim=16, ffn_dim=64, do_layer_norm_before=False).eval()
+    encoder = family_encoder(
+        "opt", word_embed_proj_dim=16, ffn_dim=64, do_layer_norm_before=False
+    ).eval()
     vectors = encoder.encode_queries(["a", "b"])
     assert vectors.shape == (2, 16)
     encoder.save(tmp_path / "model")
-    np.testing.assert_array_equal(DualEncoder.load(tmp_path / "model").encode_queries(["a", "b"]), vectors)
-    pooling = json.loads((tmp_path / "model" / "query_encoder" / "1_Pooling" / "config.json").read_text())
+    np.testing.assert_array_equal(
+        DualEncoder.load(tmp_path / "model").encode_queries(["a", "b"]), vectors
+    )
+    pooling = json.loads(
+        (tmp_path / "model" / "query_encoder" / "1_Pooling" / "config.json").read_text()
+    )
     assert pooling["word_embedding_dimension"] == 16
 
 
@@ -284,7 +350,9 @@ def test_families_whose_vectors_depend_on_padding_warn(family, tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         encoder = DualEncoder.load(tmp_path)
-    warned = [str(each.message) for each in caught if "padding changes the vectors" in str(each.message)]
+    warned = [
+        str(each.message) for each in caught if "padding changes the vectors" in str(each.message)
+    ]
     assert len(warned) == (family != "bert")
     texts = ["a b", "a b a b a b a b a b"]
     alone, together = encoder.encode_queries(texts, batch_tokens=1), encoder.encode_queries(texts)
@@ -350,10 +418,18 @@ def test_compiled_gradients_equal_plain(tmp_path):
     found, _ = run_steps("cont_cache", data, bank_size=16, push=12, encoder=start, switch=switch)
     assert counters["unique_graphs"] > before
     zero = {name: torch.zeros_like(parameter) for name, parameter in trained[0].named_parameters()}
-    assert largest_difference([{**zero, **step} for step in found], [{**zero, **step} for step in plain]) < 1e-4
+    assert (
+        largest_difference(
+            [{**zero, **step} for step in found], [{**zero, **step} for step in plain]
+        )
+        < 1e-4
+    )
     trained[0].save(tmp_path / "model")
     start.save(tmp_path / "plain")
-    states = [load_file(tmp_path / name / "query_encoder" / "model.safetensors") for name in ("model", "plain")]
+    states = [
+        load_file(tmp_path / name / "query_encoder" / "model.safetensors")
+        for name in ("model", "plain")
+    ]
     assert states[0].keys() == states[1].keys()
 
 
@@ -368,7 +444,9 @@ def test_compiled_passes_replay_dropout():
     passes = []
     for graph in (False, True, True):
         with torch.set_grad_enabled(graph):
-            passes.append([engine.encode(batch)[0].detach() for batch in engine.micro_steps(batches)])
+            passes.append(
+                [engine.encode(batch)[0].detach() for batch in engine.micro_steps(batches)]
+            )
         engine.step = int(len(passes) > 1)  # the third pass belongs to another step
     for first, second, other in zip(*passes, strict=True):
         torch.testing.assert_close(first, second, atol=1e-6, rtol=0)

@@ -13,7 +13,12 @@ from contaccum.retrieval.retriever import Retriever
 
 def has_answer(text: str, answers: list[str], match: str = "string") -> bool:
     corpus = Dataset.from_dict({"id": ["p"], "title": [""], "text": [text]})
-    return answer_accuracy([Question("", answers)], {"0": [("p", 1.0)]}, corpus, match=match)["mean"]["top1"] == 1
+    return (
+        answer_accuracy([Question("", answers)], {"0": [("p", 1.0)]}, corpus, match=match)["mean"][
+            "top1"
+        ]
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -24,13 +29,22 @@ def has_answer(text: str, answers: list[str], match: str = "string") -> bool:
         ("Born in Sa\u0303o Paulo", "S\u00e3o Paulo"),  # an accent as one character or two
         ("Beyonc\u00e9's album", "Beyonce\u0301"),
         ("gave up just 308 points", "308"),
-        ("won 24\u201310 at home", "24\u201310"),  # signs are tokens of their own, inside the answer too
+        (
+            "won 24\u201310 at home",
+            "24\u201310",
+        ),  # signs are tokens of their own, inside the answer too
         ("about $1.2 million was lost", "$1.2 million"),
         ("founded by J. R. R. Tolkien", "J.R.R. Tolkien"),  # spaces do not count, tokens do
         ("at 10 : 30 sharp", "10:30"),
         ("the first\nman  on\tthe moon", "first man on the moon"),  # any white space
-        ("the re\u00adbirth", "re birth"),  # a soft hyphen is a control character: it parts tokens and is none
-        ("\u1fbd\u1f08\u03b8\u1fc6\u03bd\u03b1\u03b9 is Athens", "\u1f08\u03b8\u1fc6\u03bd\u03b1\u03b9"),
+        (
+            "the re\u00adbirth",
+            "re birth",
+        ),  # a soft hyphen is a control character: it parts tokens and is none
+        (
+            "\u1fbd\u1f08\u03b8\u1fc6\u03bd\u03b1\u03b9 is Athens",
+            "\u1f08\u03b8\u1fc6\u03bd\u03b1\u03b9",
+        ),
         ("(yes)", "yes"),
         ("x", "x"),  # the whole passage
         ("E = mc\u00b2", "mc\u00b2"),
@@ -93,18 +107,31 @@ CORPUS = Dataset.from_dict(
 
 
 def run_of(*lists: str) -> dict[str, list[tuple[str, float]]]:
-    return {str(q): [(p, 1.0 / n) for n, p in enumerate(hits.split(), 1)] for q, hits in enumerate(lists)}
+    return {
+        str(q): [(p, 1.0 / n) for n, p in enumerate(hits.split(), 1)]
+        for q, hits in enumerate(lists)
+    }
 
 
 def test_ranks_are_counted_and_the_title_does_not_count():
-    questions = [Question("capital?", ["Paris"]), Question("old?", ["old and large"]), Question("big?", ["large"])]
-    metrics = answer_accuracy(questions, run_of("p1 p2 p3", "p3 p4", "p3"), CORPUS, cutoffs=(1, 2, 5))
+    questions = [
+        Question("capital?", ["Paris"]),
+        Question("old?", ["old and large"]),
+        Question("big?", ["large"]),
+    ]
+    metrics = answer_accuracy(
+        questions, run_of("p1 p2 p3", "p3 p4", "p3"), CORPUS, cutoffs=(1, 2, 5)
+    )
     assert metrics["per_query"] == {
         "0": {"top1": 0.0, "top2": 1.0, "top5": 1.0},  # the first passage has it in its title alone
         "1": {"top1": 0.0, "top2": 0.0, "top5": 0.0},  # the answer crosses from title to text
         "2": {"top1": 1.0, "top2": 1.0, "top5": 1.0},
     }
-    assert metrics["mean"] == {"top1": pytest.approx(1 / 3), "top2": pytest.approx(2 / 3), "top5": pytest.approx(2 / 3)}
+    assert metrics["mean"] == {
+        "top1": pytest.approx(1 / 3),
+        "top2": pytest.approx(2 / 3),
+        "top5": pytest.approx(2 / 3),
+    }
     assert metrics["queries"] == 3
 
 
@@ -115,9 +142,14 @@ def test_a_question_without_results_counts_zero():
 
 def many(count: int = 300):
     texts = [f"passage {n} tells of number {n % 17} and of {n % 5}" for n in range(200)]
-    corpus = Dataset.from_dict({"id": [f"p{n}" for n in range(200)], "title": [""] * 200, "text": texts})
+    corpus = Dataset.from_dict(
+        {"id": [f"p{n}" for n in range(200)], "title": [""] * 200, "text": texts}
+    )
     questions = [Question(f"q{n}", [f"number {n % 23}", f"of {n % 7 + 3}"]) for n in range(count)]
-    run = {str(n): [(f"p{(7 * n + 11 * rank) % 200}", 1.0 - rank / 100) for rank in range(30)] for n in range(count)}
+    run = {
+        str(n): [(f"p{(7 * n + 11 * rank) % 200}", 1.0 - rank / 100) for rank in range(30)]
+        for n in range(count)
+    }
     return questions, run, corpus
 
 
@@ -125,14 +157,22 @@ def test_accuracy_is_what_plain_words_say():
     questions, run, corpus = many()
     found = answer_accuracy(questions, run, corpus)
     texts = dict(zip(corpus["id"], (f"{text} " for text in corpus["text"]), strict=True))
-    first = [any(f"{a} " in texts[run[str(n)][0][0]] for a in q.answers) for n, q in enumerate(questions)]
-    assert [found["per_query"][str(n)]["top1"] for n in range(300)] == [float(held) for held in first]
+    first = [
+        any(f"{a} " in texts[run[str(n)][0][0]] for a in q.answers) for n, q in enumerate(questions)
+    ]
+    assert [found["per_query"][str(n)]["top1"] for n in range(300)] == [
+        float(held) for held in first
+    ]
     changed = [question._replace(answers=["nowhere"]) for question in questions]
     assert answer_accuracy(changed, run, corpus)["mean"]["top20"] == 0.0
 
 
 def test_patterns_that_are_none_are_counted():
-    questions = [Question("a", ["Par.s"]), Question("b", ["(", "[", "(?a)x", "capital"]), Question("c", [""])]
+    questions = [
+        Question("a", ["Par.s"]),
+        Question("b", ["(", "[", "(?a)x", "capital"]),
+        Question("c", [""]),
+    ]
     with pytest.warns(UserWarning, match="4 answers are empty or not a regular expression"):
         metrics = answer_accuracy(questions, run_of("p2", "p2", "p2"), CORPUS, match="regex")
     assert metrics["mean"]["top1"] == pytest.approx(2 / 3)
@@ -142,7 +182,9 @@ def test_a_pattern_that_backtracks_without_end_is_stopped_and_named():
     """Not stopped, it would try more than 10^12 ways to divide the letters."""
     corpus = Dataset.from_dict({"id": ["p"], "title": [""], "text": ["a" * 60 + "b"]})
     questions = [Question("fine", ["ab"]), Question("bomb", [r"(a|aa)+$"])]
-    with pytest.raises(InputError, match=r"question 1: its answer pattern '\(a\|aa\)\+\$' took more than 1 s"):
+    with pytest.raises(
+        InputError, match=r"question 1: its answer pattern '\(a\|aa\)\+\$' took more than 1 s"
+    ):
         answer_accuracy(questions, run_of("p", "p"), corpus, match="regex")
 
 
@@ -159,9 +201,14 @@ def test_what_does_not_fit_together_is_refused():
 def test_an_encoder_is_scored_on_questions(tmp_path):
     from word_encoder import WordEncoder
 
-    questions = [Question("which city is the capital", ["Paris"]), Question("nothing at all", ["here"])]
+    questions = [
+        Question("which city is the capital", ["Paris"]),
+        Question("nothing at all", ["here"]),
+    ]
     retriever = Retriever.open(WordEncoder(), CORPUS, SearchConfig(embeddings=tmp_path / "e"))
-    run = retriever.search({str(number): question.text for number, question in enumerate(questions)}, 5)
+    run = retriever.search(
+        {str(number): question.text for number, question in enumerate(questions)}, 5
+    )
     metrics = answer_accuracy(questions, run, CORPUS, cutoffs=(1, 5))
     assert metrics["mean"] == {"top1": 1.0, "top5": 1.0}
     assert list(metrics["per_query"]) == ["0", "1"]

@@ -35,20 +35,30 @@ def made_task(seed: int = 0, queries: int = 40, passages: int = 60):
     qrels, run = {}, {}
     for query in range(queries):
         judged = random.choice(passages, 6, replace=False)
-        qrels[str(query)] = {ids[p]: int(grade) for p, grade in zip(judged, random.integers(-1, 4, 6), strict=True)}
+        qrels[str(query)] = {
+            ids[p]: int(grade) for p, grade in zip(judged, random.integers(-1, 4, 6), strict=True)
+        }
         found = random.choice(passages, int(random.integers(1, passages)), replace=False)
-        run[str(query)] = ranked((ids[p], float(np.float32(random.integers(0, 12) / 7))) for p in found)
+        run[str(query)] = ranked(
+            (ids[p], float(np.float32(random.integers(0, 12) / 7))) for p in found
+        )
     return qrels, run
 
 
 def beirs(qrels, run) -> dict[str, float]:
     results = {query: dict(hits) for query, hits in run.items()}
-    parts = EvaluateRetrieval.evaluate(qrels, results, list(CUTOFFS))  # drops identical ids from ``results`` itself
+    parts = EvaluateRetrieval.evaluate(
+        qrels, results, list(CUTOFFS)
+    )  # drops identical ids from ``results`` itself
     values = {key.lower(): value for part in parts for key, value in part.items()}
     values |= {
-        key.lower(): value for key, value in EvaluateRetrieval.evaluate_custom(qrels, results, CUTOFFS, "mrr").items()
+        key.lower(): value
+        for key, value in EvaluateRetrieval.evaluate_custom(qrels, results, CUTOFFS, "mrr").items()
     }
-    return {key.replace("p@", "precision@") if key.startswith("p@") else key: value for key, value in values.items()}
+    return {
+        key.replace("p@", "precision@") if key.startswith("p@") else key: value
+        for key, value in values.items()
+    }
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -78,14 +88,20 @@ def test_evaluation_leaves_the_run_as_it_was():
 def test_a_query_without_results_counts_zero_where_beir_leaves_it_out():
     qrels, run = made_task()
     whole = evaluate_run(qrels, run)["mean"]
-    lost = [query for query in qrels if whole and evaluate_run({query: qrels[query]}, run)["mean"]["ndcg@10"] > 0][:3]
+    lost = [
+        query
+        for query in qrels
+        if whole and evaluate_run({query: qrels[query]}, run)["mean"]["ndcg@10"] > 0
+    ][:3]
     values = [evaluate_run({query: qrels[query]}, run)["mean"]["ndcg@10"] for query in lost]
     short = {query: hits for query, hits in run.items() if query not in lost}
     with pytest.warns(UserWarning, match="3 of 40 judged queries have no result"):
         ours = evaluate_run(qrels, short)
     assert ours["mean"]["ndcg@10"] == pytest.approx(whole["ndcg@10"] - sum(values) / 40)
     assert all(set(ours["per_query"][query].values()) == {0.0} for query in lost)
-    assert beirs(qrels, short)["ndcg@10"] == pytest.approx((whole["ndcg@10"] * 40 - sum(values)) / 37, abs=6e-6)
+    assert beirs(qrels, short)["ndcg@10"] == pytest.approx(
+        (whole["ndcg@10"] * 40 - sum(values)) / 37, abs=6e-6
+    )
 
 
 def test_an_empty_list_of_results_counts_zero_like_a_missing_one():
@@ -100,7 +116,8 @@ def test_an_empty_list_of_results_counts_zero_like_a_missing_one():
 
 def test_values_by_hand():
     metrics = evaluate_run(
-        {"q": {"a": 2, "b": 1, "c": 0, "d": 1}}, {"q": [("c", 3.0), ("a", 2.0), ("x", 1.5), ("b", 1.0)]}
+        {"q": {"a": 2, "b": 1, "c": 0, "d": 1}},
+        {"q": [("c", 3.0), ("a", 2.0), ("x", 1.5), ("b", 1.0)]},
     )
     values = metrics["per_query"]["q"]
     ideal = 2 + 1 / math.log2(3) + 1 / math.log2(4)
@@ -124,30 +141,48 @@ def test_equal_scores_are_met_in_the_order_in_which_our_runs_list_them():
 def test_a_run_cut_short_scores_as_the_longer_one_up_to_its_length():
     qrels, run = made_task()
     top = {query: hits[:10] for query, hits in run.items()}
-    longer, shorter = (evaluate_run(qrels, each, ignore_identical_ids=False)["mean"] for each in (run, top))
-    same = [f"{name}@{cut}" for name in ("ndcg", "map", "recall", "precision", "mrr") for cut in (1, 3, 5, 10)]
+    longer, shorter = (
+        evaluate_run(qrels, each, ignore_identical_ids=False)["mean"] for each in (run, top)
+    )
+    same = [
+        f"{name}@{cut}"
+        for name in ("ndcg", "map", "recall", "precision", "mrr")
+        for cut in (1, 3, 5, 10)
+    ]
     assert [shorter[name] for name in same] == [longer[name] for name in same]
     assert shorter["recall@20"] != longer["recall@20"]
 
 
 def test_a_run_of_other_queries_and_empty_qrels_are_refused():
-    with pytest.raises(InputError, match="no query in common; for example, 'x' is only in the run, and 'q' only in"):
+    with pytest.raises(
+        InputError, match="no query in common; for example, 'x' is only in the run, and 'q' only in"
+    ):
         evaluate_run({"q": {"a": 1}}, {"x": [("a", 1.0)]})
     with pytest.raises(InputError, match="have no judged query"):
         evaluate_run({}, {"x": [("a", 1.0)]})
 
 
 CORPUS = Dataset.from_dict(
-    {"id": ["a", "b", "c"], "title": ["", "", ""], "text": ["red apples", "red apples and pears", "blue whales"]}
+    {
+        "id": ["a", "b", "c"],
+        "title": ["", "", ""],
+        "text": ["red apples", "red apples and pears", "blue whales"],
+    }
 )
-TASK = RetrievalSet(CORPUS, {"a": "red apples", "q": "whales of blue"}, {"a": {"b": 1}, "q": {"c": 1}})
+TASK = RetrievalSet(
+    CORPUS, {"a": "red apples", "q": "whales of blue"}, {"a": {"b": 1}, "q": {"c": 1}}
+)
 
 
 def test_an_encoder_is_scored_with_a_query_never_its_own_answer(tmp_path):
     metrics = evaluate(WordEncoder(), TASK, k=1)  # passage a is the first answer to query a
-    assert metrics["mean"] == {f"{name}@1": 1.0 for name in ("ndcg", "map", "recall", "precision", "mrr")}
+    assert metrics["mean"] == {
+        f"{name}@1": 1.0 for name in ("ndcg", "map", "recall", "precision", "mrr")
+    }
     assert metrics["per_query"].keys() == {"a", "q"}
-    again = evaluate(WordEncoder(), TASK, k=1, settings=SearchConfig(embeddings=tmp_path / "e", dtype="float16"))
+    again = evaluate(
+        WordEncoder(), TASK, k=1, settings=SearchConfig(embeddings=tmp_path / "e", dtype="float16")
+    )
     assert again == metrics
 
 
@@ -176,13 +211,17 @@ def test_only_an_id_that_the_data_gives_makes_a_passage_the_query_itself(given, 
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     convert(file, tmp_path / "folder", "beir", split="test")
     for data in (file, tmp_path / "folder"):
-        assert [values["ndcg@10"] for values in evaluate("bm25", str(data))["per_query"].values()] == [score, 1.0]
+        assert [
+            values["ndcg@10"] for values in evaluate("bm25", str(data))["per_query"].values()
+        ] == [score, 1.0]
 
 
 def tiny_model(folder: Path, data: Path) -> Path:
     texts = [f"{row['title']} {row['text']}" for row in open_corpus(data)]
     tower = tiny_tower(texts, "mean", layers=1, width=32, vocabulary=200, max_length=64, seed=0)
-    DualEncoder(tower, tower, EncoderSettings(max_query_length=32, max_passage_length=64, tie_towers=True)).save(folder)
+    DualEncoder(
+        tower, tower, EncoderSettings(max_query_length=32, max_passage_length=64, tie_towers=True)
+    ).save(folder)
     return folder
 
 
@@ -197,10 +236,16 @@ def test_beir_and_our_evaluator_agree(tmp_path, capsys):
                      "--k", "20", "--output", output]) == 0  # fmt: skip
         tables.append(capsys.readouterr().out)
     assert tables[0] == tables[1]
-    ours, theirs = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("contaccum", "beir"))
-    assert theirs["mean"] == {name: pytest.approx(value, abs=5.1e-6) for name, value in ours["mean"].items()}
+    ours, theirs = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("contaccum", "beir")
+    )
+    assert theirs["mean"] == {
+        name: pytest.approx(value, abs=5.1e-6) for name, value in ours["mean"].items()
+    }
     assert (theirs["evaluator"], theirs["queries"]) == ("beir", ours["queries"])
-    other = evaluate(DualEncoder.load(model, max_query_length=5), str(data), "train", k=20, evaluator="beir")
+    other = evaluate(
+        DualEncoder.load(model, max_query_length=5), str(data), "train", k=20, evaluator="beir"
+    )
     assert other["mean"] != theirs["mean"]
 
 
@@ -217,7 +262,9 @@ def test_beir_refuses_what_it_cannot_run(tmp_path, capsys):
     for option, value in options.items():
         assert main([*call, "--model", str(model), f"--{option}", str(value)]) == 2
         assert f"{option} is {value!r}; evaluator beir supports only" in capsys.readouterr().err
-    assert main([*call, "--model", str(model), "--batch_tokens", "64"]) == 0  # control: an option that it can use
+    assert (
+        main([*call, "--model", str(model), "--batch_tokens", "64"]) == 0
+    )  # control: an option that it can use
 
 
 @pytest.mark.parametrize(
@@ -240,7 +287,10 @@ def test_options_that_beir_cannot_use_are_refused(options, sentence, tmp_path):
 def test_beir_is_imported_only_by_its_evaluator():
     script = "import sys, contaccum.evaluation.evaluate; print('beir' in sys.modules)"
     assert (
-        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
     )
 
 
@@ -252,6 +302,8 @@ def test_beir_and_our_evaluator_agree_on_scifact(shared_data, minilm, tmp_path):
     AutoTokenizer.from_pretrained(minilm).save_pretrained(tmp_path / "model")
     encoder = DualEncoder.load(tmp_path / "model", max_query_length=32, max_passage_length=32)
     data = str(shared_data / "scifact")
-    ours, theirs = (evaluate(encoder, data, evaluator=name)["mean"] for name in ("contaccum", "beir"))
+    ours, theirs = (
+        evaluate(encoder, data, evaluator=name)["mean"] for name in ("contaccum", "beir")
+    )
     assert ours["ndcg@10"] > 0.1
     assert theirs == {name: pytest.approx(value, abs=1.1e-5) for name, value in ours.items()}

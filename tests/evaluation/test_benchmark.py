@@ -32,8 +32,19 @@ def harder(folder: Path, queries: int) -> Path:
 
 
 def test_several_folders_are_rows_and_their_mean(tmp_path, capsys):
-    folders = [str(harder(tmp_path / name, size)) for name, size in (("one", 20), ("two", 25), ("three", 30))]
-    call = ["evaluate", "--model", "bm25", "--data", ",".join(folders), "--output", str(tmp_path / "out")]
+    folders = [
+        str(harder(tmp_path / name, size))
+        for name, size in (("one", 20), ("two", 25), ("three", 30))
+    ]
+    call = [
+        "evaluate",
+        "--model",
+        "bm25",
+        "--data",
+        ",".join(folders),
+        "--output",
+        str(tmp_path / "out"),
+    ]
     assert main(call) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["ndcg@10", "recall@100", "mrr@10", "map@100", "queries"]
@@ -50,7 +61,9 @@ def test_several_folders_are_rows_and_their_mean(tmp_path, capsys):
     files[marked] = marked.stat().st_mtime_ns
     assert main(call) == 0
     again = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert sorted(str(int(line[-1]) % 1000) for line in again[1:4]) == sorted(line[-1] for line in lines[1:4])
+    assert sorted(str(int(line[-1]) % 1000) for line in again[1:4]) == sorted(
+        line[-1] for line in lines[1:4]
+    )
     assert again != lines
     assert {path: path.stat().st_mtime_ns for path in files} == files
     for change, said in (
@@ -82,7 +95,9 @@ def test_a_wrong_name_or_split_is_found_before_the_first_set_is_scored(tmp_path,
         assert not (tmp_path / "out").exists()
 
 
-def test_sets_whose_names_differ_only_in_a_slash_have_their_own_files(tmp_path, capsys, monkeypatch):
+def test_sets_whose_names_differ_only_in_a_slash_have_their_own_files(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     harder(tmp_path / "a" / "b", 20)
     harder(tmp_path / "a-b", 25)
@@ -90,7 +105,8 @@ def test_sets_whose_names_differ_only_in_a_slash_have_their_own_files(tmp_path, 
     assert main(call) == 0
     table = capsys.readouterr().out
     assert [float(line.split()[1]) for line in table.splitlines()[1:4]] == [
-        pytest.approx(evaluate("bm25", folder)["mean"]["ndcg@10"], abs=5e-5) for folder in ("a/b", "a-b", "a/b")
+        pytest.approx(evaluate("bm25", folder)["mean"]["ndcg@10"], abs=5e-5)
+        for folder in ("a/b", "a-b", "a/b")
     ]
     assert main(call) == 0
     assert capsys.readouterr().out == table
@@ -117,7 +133,10 @@ def test_what_changes_a_search_is_another_benchmark(tmp_path, monkeypatch):
     def benchmark(model="tiny", **settings) -> dict:
         output = str(tmp_path / model)
         return evaluate_benchmark(
-            EncoderConfig(model), ",".join(folders), settings=SearchConfig(**settings), output=output
+            EncoderConfig(model),
+            ",".join(folders),
+            settings=SearchConfig(**settings),
+            output=output,
         )
 
     index = {"factory": "IVF2,Flat", "search_params": "nprobe=1"}
@@ -132,7 +151,9 @@ def test_what_changes_a_search_is_another_benchmark(tmp_path, monkeypatch):
         with pytest.raises(InputError, match=f"was scored with {said}. Use another --output"):
             benchmark(**change)
     kept = {"embeddings": str(tmp_path / "vectors"), "dtype": "float16"}
-    with pytest.raises(InputError, match="was scored with dtype 'float32'; this call has 'float16'"):
+    with pytest.raises(
+        InputError, match="was scored with dtype 'float32'; this call has 'float16'"
+    ):
         benchmark(**index, **kept)
     assert benchmark("bm25") == benchmark("bm25", **index, **kept)
 
@@ -142,8 +163,12 @@ def test_another_evaluator_is_another_benchmark(first, second, tmp_path, monkeyp
     folders = ",".join(str(write_beir(tmp_path / name, 15)) for name in ("one", "two"))
     monkeypatch.setattr("contaccum.encoder.load_encoder", lambda choice: WordEncoder())
     call = {"model": EncoderConfig("tiny"), "data": folders, "output": str(tmp_path / "out")}
-    assert evaluate_benchmark(**call, evaluator=first) == evaluate_benchmark(**call, evaluator=first)
-    with pytest.raises(InputError, match=f"was scored with evaluator '{first}'; this call has '{second}'"):
+    assert evaluate_benchmark(**call, evaluator=first) == evaluate_benchmark(
+        **call, evaluator=first
+    )
+    with pytest.raises(
+        InputError, match=f"was scored with evaluator '{first}'; this call has '{second}'"
+    ):
         evaluate_benchmark(**call, evaluator=second)
 
 
@@ -156,7 +181,15 @@ def test_another_evaluator_is_another_benchmark(first, second, tmp_path, monkeyp
 )
 def test_a_part_that_no_evaluation_wrote_is_refused(text, said, tmp_path, capsys):
     folders = [str(write_beir(tmp_path / name, 12)) for name in ("one", "two")]
-    call = ["evaluate", "--model", "bm25", "--data", ",".join(folders), "--output", str(tmp_path / "out")]
+    call = [
+        "evaluate",
+        "--model",
+        "bm25",
+        "--data",
+        ",".join(folders),
+        "--output",
+        str(tmp_path / "out"),
+    ]
     assert main(call) == 0
     part = next((tmp_path / "out").glob("*-one.json"))
     part.write_text(text)
@@ -172,7 +205,20 @@ def test_beir_is_fifteen_sets_of_which_one_has_twelve_forums(capsys):
             harder(cache_folder() / "beir" / inner, 10 + number)
     folder = cache_folder() / "beir" / "msmarco"
     (folder / "qrels" / "test.tsv").unlink()  # its dev split is what is quoted
-    assert main(["evaluate", "--model", "bm25", "--data", "beir", "--output", str(cache_folder() / "out")]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                "--model",
+                "bm25",
+                "--data",
+                "beir",
+                "--output",
+                str(cache_folder() / "out"),
+            ]
+        )
+        == 0
+    )
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines[1:16]] == list(BEIR)
     assert lines[9][-1] == str(12 * 10)
@@ -205,7 +251,9 @@ def test_nanobeir_and_lists_are_taken_apart(tmp_path, monkeypatch):
         "nanobeir/webis-touche2020",
     ]
     assert len(benchmark_sets("beir,nanobeir", "test")) == 14 + 12 + 13
-    assert benchmark_sets(" scifact, nfcorpus,", "test") == benchmark_sets("scifact,nfcorpus", "test")
+    assert benchmark_sets(" scifact, nfcorpus,", "test") == benchmark_sets(
+        "scifact,nfcorpus", "test"
+    )
     assert [part.split for part in benchmark_sets("scifact,fiqa", "dev")] == ["dev", "dev"]
     monkeypatch.chdir(tmp_path)
     for folder in ("a/data", "b/data"):
@@ -214,20 +262,34 @@ def test_nanobeir_and_lists_are_taken_apart(tmp_path, monkeypatch):
     (tmp_path / "with,comma").mkdir()
     assert len(benchmark_sets("with,comma", "test")) == 1
     mapped = "hub:o/n?query=q&pos=p&neg=a,b"  # a and b are columns
-    for given in ([mapped], [mapped, "scifact"], ["fiqa", mapped, "hub:o/m?query=q&pos=p"], [mapped, "a/data"]):
+    for given in (
+        [mapped],
+        [mapped, "scifact"],
+        ["fiqa", mapped, "hub:o/m?query=q&pos=p"],
+        [mapped, "a/data"],
+    ):
         assert [part.data for part in benchmark_sets(",".join(given), "test")] == given
 
 
 def test_a_relevance_level_cuts_all_measures_but_ndcg():
     random = np.random.default_rng(0)
-    qrels = {f"q{n}": {f"p{p}": int(grade) for p, grade in enumerate(random.integers(0, 4, 30))} for n in range(20)}
+    qrels = {
+        f"q{n}": {f"p{p}": int(grade) for p, grade in enumerate(random.integers(0, 4, 30))}
+        for n in range(20)
+    }
     run = {
         query: sorted(((p, float(random.random())) for p in grades), key=lambda hit: -hit[1])
         for query, grades in qrels.items()
     }
     found = evaluate_run(qrels, run, cutoffs=[1, 10], relevance_level=2)
-    binary = {query: {p: int(grade >= 2) for p, grade in grades.items()} for query, grades in qrels.items()}
-    cut, graded = evaluate_run(binary, run, cutoffs=[1, 10]), evaluate_run(qrels, run, cutoffs=[1, 10])
+    binary = {
+        query: {p: int(grade >= 2) for p, grade in grades.items()}
+        for query, grades in qrels.items()
+    }
+    cut, graded = (
+        evaluate_run(binary, run, cutoffs=[1, 10]),
+        evaluate_run(qrels, run, cutoffs=[1, 10]),
+    )
     for name, value in found["mean"].items():
         assert value == pytest.approx((graded if name.startswith("ndcg") else cut)["mean"][name])
         assert graded["mean"][name] != pytest.approx(cut["mean"][name])
@@ -274,7 +336,11 @@ def test_two_run_files_are_tested_query_by_query(tmp_path, capsys):
     for invalid in (["--metric", "foo"], ["--against", str(tmp_path / "absent.trec")]):
         assert main([*call, "--against", str(two), *invalid, "--output", str(tested)]) == 2
         assert not tested.exists()
-    assert main([*call, "--output", str(alone)]) == main([*call, "--against", str(two), "--output", str(tested)]) == 0
+    assert (
+        main([*call, "--output", str(alone)])
+        == main([*call, "--against", str(two), "--output", str(tested)])
+        == 0
+    )
     assert alone.read_bytes() == tested.read_bytes()
 
 
@@ -298,7 +364,8 @@ def test_data_and_a_run_file_leave_out_the_same_queries(tmp_path, capsys):
         found.append(out)
         assert main(["evaluate", *call, "--strict"]) == 2
         assert (
-            "query 'q10' has no positive; every query needs a passage with a grade above 0" in capsys.readouterr().err
+            "query 'q10' has no positive; every query needs a passage with a grade above 0"
+            in capsys.readouterr().err
         )
     assert found[0] == found[1]
     assert found[0].splitlines()[-1] == "10 queries"

@@ -23,8 +23,12 @@ def test_scifact_to_one_thousandth_and_to_two_in_half_precision(shared_data, min
     data = open_retrieval_set(shared_data / "scifact", "test")
     mean = evaluate(encoder, data, settings=SearchConfig(embeddings=str(tmp_path / "e")))["mean"]
     assert {key: mean[key] for key in SCIFACT} == pytest.approx(SCIFACT, abs=0.001)
-    half = [Shard(shard.ids, shard.vectors.astype(np.float16)) for shard in ShardFolder(tmp_path / "e")]
-    run = search_vectors(list(data.queries), encoder.encode_queries(list(data.queries.values())), half, 101)
+    half = [
+        Shard(shard.ids, shard.vectors.astype(np.float16)) for shard in ShardFolder(tmp_path / "e")
+    ]
+    run = search_vectors(
+        list(data.queries), encoder.encode_queries(list(data.queries.values())), half, 101
+    )
     mean = evaluate_run(data.qrels, {query: hits[:100] for query, hits in run.items()})["mean"]
     assert {key: mean[key] for key in SCIFACT} == pytest.approx(SCIFACT, abs=0.002)
 
@@ -36,4 +40,6 @@ def test_answer_accuracy_to_half_a_thousandth(shared_data, minilm):
     queries = {str(number): question.text for number, question in enumerate(questions)}
     run = Retriever.open(encoder, corpus).search(queries, 100)
     mean = answer_accuracy(questions, run, corpus)["mean"]
-    assert mean == pytest.approx({"top1": 0.8874, "top5": 0.9849, "top20": 0.9933, "top100": 0.9992}, abs=0.0005)
+    assert mean == pytest.approx(
+        {"top1": 0.8874, "top5": 0.9849, "top20": 0.9933, "top100": 0.9992}, abs=0.0005
+    )

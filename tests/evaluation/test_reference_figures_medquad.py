@@ -18,7 +18,8 @@ MEDQUAD = {"ndcg@10": 0.8322, "recall@20": 0.9441, "recall@100": 0.9763, "mrr@10
 def test_medquad_to_one_thousandth(shared_data, minilm):
     """The figures count every line of the corpus as a passage: 34 ids stand again, each at the lowest of its scores.
 
-    Read as BEIR's loader reads it (the last passage of an id stands), the same encoder has ndcg@10 0.8350.
+    Read as BEIR's loader reads it (the last passage of an id stands), the same encoder has ndcg@10
+    0.8350.
     """
     folder = shared_data / "medquad"
     encoder = DualEncoder.load(minilm, max_query_length=64, max_passage_length=128)
@@ -30,7 +31,12 @@ def test_medquad_to_one_thousandth(shared_data, minilm):
         "title": [p.title for p in lines],
         "text": [p.text for p in lines],
     }
-    run = Retriever.open(encoder, Dataset.from_dict(columns)).search({query: texts[query] for query in qrels}, 100)
-    by_id = {q: ranked({lines[int(row)].id: score for row, score in hits}.items()) for q, hits in run.items()}
+    run = Retriever.open(encoder, Dataset.from_dict(columns)).search(
+        {query: texts[query] for query in qrels}, 100
+    )
+    by_id = {
+        q: ranked({lines[int(row)].id: score for row, score in hits}.items())
+        for q, hits in run.items()
+    }
     mean = evaluate_run(qrels, by_id)["mean"]
     assert {key: mean[key] for key in MEDQUAD} == pytest.approx(MEDQUAD, abs=0.001)

@@ -38,7 +38,11 @@ def test_many_queries_are_drawn_as_scipy_draws_them():
     one, two = np.random.default_rng(0).normal([[0.1], [0.0]], 1, (2, 200))
     ours = permutation_test(one - two)
     peer = stats.permutation_test(
-        (one, two), lambda a, b, axis: (a - b).mean(axis), permutation_type="samples", n_resamples=9_999, rng=5
+        (one, two),
+        lambda a, b, axis: (a - b).mean(axis),
+        permutation_type="samples",
+        n_resamples=9_999,
+        rng=5,
     )
     assert ours == pytest.approx(peer.pvalue, abs=0.03)
     assert permutation_test(one - two, seed=0) == ours != permutation_test(one - two, seed=1)
@@ -59,10 +63,15 @@ def test_no_difference_at_all_is_no_evidence():
 
 def test_rounding_errors_of_means_over_seeds_are_no_differences():
     values = np.random.default_rng(0).random((5, 30)).round(4)
-    shuffled = np.random.default_rng(1).permuted(values, axis=0)  # the same values in another order of seeds
+    shuffled = np.random.default_rng(1).permuted(
+        values, axis=0
+    )  # the same values in another order of seeds
     assert np.any(values.mean(0) != shuffled.mean(0))
     ours, theirs = (
-        {seed: {str(query): {"mrr@10": value} for query, value in enumerate(row)} for seed, row in enumerate(each)}
+        {
+            seed: {str(query): {"mrr@10": value} for query, value in enumerate(row)}
+            for seed, row in enumerate(each)
+        }
         for each in (values, shuffled)
     )
     found = compare(ours, theirs, "mrr@10")
@@ -72,7 +81,9 @@ def test_rounding_errors_of_means_over_seeds_are_no_differences():
 
 def test_equal_differences_have_no_effect_size():
     values = np.random.default_rng(0).random(20).round(4)
-    ours, theirs = ({0: {str(q): {"mrr@10": v} for q, v in enumerate(each)}} for each in (values + 0.1, values))
+    ours, theirs = (
+        {0: {str(q): {"mrr@10": v} for q, v in enumerate(each)}} for each in (values + 0.1, values)
+    )
     assert np.ptp(values + 0.1 - values) > 0  # equal only up to rounding
     found = compare(ours, theirs, "mrr@10")
     assert (found.effect, found.wins, found.p_t) == (0, 20, 0)
@@ -101,14 +112,18 @@ def system(rng, mean: float, seeds: int, queries: int = 60, spread: float = 0.0)
     return {
         seed: {
             f"q{i}": {"ndcg@10": float(value)}
-            for i, value in enumerate(hard + mean + rng.normal(0, spread) + rng.normal(0, 0.3, queries))
+            for i, value in enumerate(
+                hard + mean + rng.normal(0, spread) + rng.normal(0, 0.3, queries)
+            )
         }
         for seed in range(seeds)
     }
 
 
 def test_false_alarms_are_as_rare_as_the_level_says():
-    """Negative control: systems of equal worth, 200 pairs of them. Where seeds differ in luck, that luck passes for a
+    """Negative control: systems of equal worth, 200 pairs of them.
+
+    Where seeds differ in luck, that luck passes for a
     difference in the tests over queries, not in the test over both."""
     rng = np.random.default_rng(1)
     equal = rng.normal(0, 1, (200, 3, 60))
@@ -146,7 +161,9 @@ def test_other_queries_and_unknown_measures_are_refused():
     rng = np.random.default_rng(4)
     one, two = system(rng, 0, 1), system(rng, 0, 1)
     del two[0]["q5"]
-    with pytest.raises(InputError, match=r"has 60 queries, another has 59\. For example, query .q5. is in only one"):
+    with pytest.raises(
+        InputError, match=r"has 60 queries, another has 59\. For example, query .q5. is in only one"
+    ):
         compare(one, two, "ndcg@10")
     with pytest.raises(InputError, match="metric 'top20' was not computed; choose one of ndcg@10"):
         compare(one, one, "top20")
@@ -154,8 +171,16 @@ def test_other_queries_and_unknown_measures_are_refused():
 
 @pytest.mark.parametrize(
     ("p", "shown"),
-    [(0.0, "< 0.0001"), (9.9e-5, "< 0.0001"), (0.0001, "= 0.0001"), (0.04999, "= 0.0500"), (1.0, "= 1.0000")],
+    [
+        (0.0, "< 0.0001"),
+        (9.9e-5, "< 0.0001"),
+        (0.0001, "= 0.0001"),
+        (0.04999, "= 0.0500"),
+        (1.0, "= 1.0000"),
+    ],
 )
 def test_a_small_p_is_shown_as_a_bound(p, shown):
     found = Comparison(0.1, 0.0, 0.2, 1.0, 5, 4, 10, p, p, None)
-    assert f"p {shown} by permutation, p {shown} by t-test)" in render_comparison(found, "ndcg@10", "other")
+    assert f"p {shown} by permutation, p {shown} by t-test)" in render_comparison(
+        found, "ndcg@10", "other"
+    )

@@ -29,12 +29,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:contaccum auto chooses these set
 SECONDS = {"dev": 2.0, "run": 3.0, "cont_accum": 0.01, "cont_cache": 0.01, "grad_cache": 0.012}
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), ("1.5h", 5400), ("2h", 7200)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("30m", 1800), ("1.5h", 5400), ("2h", 7200)]
+)
 def test_times_have_a_unit(text, seconds):
     assert parse_time(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "30", "m", "-1m", "0s", "nanm", "infh", "1e300h", "30 minutes", "0x10s"])
+@pytest.mark.parametrize(
+    "text", ["", "30", "m", "-1m", "0s", "nanm", "infh", "1e300h", "30 minutes", "0x10s"]
+)
 def test_other_times_are_refused(text):
     with pytest.raises(InputError, match=r"--time is .*such as 30m"):
         parse_time(text)
@@ -52,7 +56,9 @@ def test_the_verdict_follows_the_interval(trained, word):
     def scores(values):
         return {0: {f"q{n}": {"ndcg@10": value} for n, value in enumerate(values)}}
 
-    assert word in auto.verdict(compare(scores(trained), scores((0.5, 0.5, 0.5, 0.5)), "ndcg@10"), "ndcg@10")
+    assert word in auto.verdict(
+        compare(scores(trained), scores((0.5, 0.5, 0.5, 0.5)), "ndcg@10"), "ndcg@10"
+    )
 
 
 @pytest.fixture
@@ -111,7 +117,8 @@ def test_time_that_leaves_no_training_is_refused(planned, limit, enough):
 
 
 @pytest.mark.parametrize(
-    ("limit", "tuning", "left"), [("20s", "none, because the time is too short", 15), ("15m", "3 min", 715)]
+    ("limit", "tuning", "left"),
+    [("20s", "none, because the time is too short", 15), ("15m", "3 min", 715)],
 )
 def test_the_plan_divides_the_whole_time(planned, monkeypatch, limit, tuning, left):
     made, candidates, budget = planned(limit)
@@ -137,10 +144,16 @@ def test_a_tuning_run_has_at_most_20_epochs(planned):
 
 def test_settings_that_auto_chooses_are_named(tmp_path):
     """They had no effect, but micro_batch_tokens replaced the size that fits into --memory."""
-    changes = {"batch.micro_batch_tokens": 40, "optim.max_steps": 5, "batch.global_batch_size": 128, "bank.size": None}
+    changes = {
+        "batch.micro_batch_tokens": 40,
+        "optim.max_steps": 5,
+        "batch.global_batch_size": 128,
+        "bank.size": None,
+    }
     given = train_config(write_beir(tmp_path / "data"), tmp_path / "auto", "in_batch", **changes)
     with pytest.warns(
-        UserWarning, match="ignores your values: method, .*batch.micro_batch_tokens, .*optim.max_steps"
+        UserWarning,
+        match="ignores your values: method, .*batch.micro_batch_tokens, .*optim.max_steps",
     ) as found:
         made = auto.Auto(lambda _: given, AutoConfig(memory="8GB", time="1h"))
     assert not re.search("global_batch_size|bank.size|learning_rate", str(found[0].message))
@@ -149,7 +162,9 @@ def test_settings_that_auto_chooses_are_named(tmp_path):
 
 def test_distillation_without_dev_data_is_refused(tmp_path):
     """Held-out data have no teacher scores, and training said that the user's data have none."""
-    given = train_config(write_beir(tmp_path / "data"), tmp_path / "auto", **{"loss.distillation": "kl"})
+    given = train_config(
+        write_beir(tmp_path / "data"), tmp_path / "auto", **{"loss.distillation": "kl"}
+    )
     (tmp_path / "data" / "qrels" / "dev.tsv").unlink()
     with pytest.raises(InputError, match=r"^loss\.distillation is kl, so data\.dev must be set"):
         auto.Auto(lambda _: given, AutoConfig(memory="8GB", time="1h"))
@@ -161,7 +176,11 @@ def test_memory_of_earlier_runs_is_freed_before_a_method_is_measured(planned, mo
     monkeypatch.setattr(made, "_evaluate", lambda *_: calls.append("run"))
     monkeypatch.setattr(made, "_trial", lambda _: calls.append("run") or 1.0)
     monkeypatch.setattr(auto.Engine, "free_memory", lambda: calls.append("free"))
-    monkeypatch.setattr(auto, "measure_micro_batch", lambda *_: calls.append("measure") or FittingSize(4, 1.0, 0.0, 4))
+    monkeypatch.setattr(
+        auto,
+        "measure_micro_batch",
+        lambda *_: calls.append("measure") or FittingSize(4, 1.0, 0.0, 4),
+    )
     made._measure()
     assert calls == ["run", *["free", "measure", "run"] * 3]
 
@@ -171,7 +190,10 @@ def test_every_step_of_a_measured_run_is_logged(planned):
     made, candidates, _ = planned("15m")
     base = made.configure({})
     made.configure = lambda _: replace(base, run=replace(base.run, log_steps=10))
-    logged = [made._run_config("run", dict(candidates[0]), 8, evaluations).run.log_steps for evaluations in (0, 4)]
+    logged = [
+        made._run_config("run", dict(candidates[0]), 8, evaluations).run.log_steps
+        for evaluations in (0, 4)
+    ]
     assert logged == [1, 10]
 
 
@@ -183,7 +205,8 @@ def test_training_queries_are_counted_as_training_reads_them(tmp_path):
     config = train_config(data, tmp_path / "auto", **{"data.repair": True})
     once = train_config(write_beir(tmp_path / "once"), tmp_path / "auto")
     counts = [
-        auto.Auto(lambda _, each=each: each, AutoConfig(memory="8GB", time="1h"))._queries for each in (config, once)
+        auto.Auto(lambda _, each=each: each, AutoConfig(memory="8GB", time="1h"))._queries
+        for each in (config, once)
     ]
     assert counts[0] == counts[1] > 0
 
@@ -192,7 +215,10 @@ def test_every_combination_has_a_micro_batch_that_divides_its_batch(tmp_path):
     config = train_config(write_beir(tmp_path / "data"), tmp_path / "auto")
 
     def configure(changes):
-        sizes = {name: int(changes.get(f"batch.{name}", 8)) for name in ("global_batch_size", "micro_batch_size")}
+        sizes = {
+            name: int(changes.get(f"batch.{name}", 8))
+            for name in ("global_batch_size", "micro_batch_size")
+        }
         return replace(config, batch=replace(config.batch, **sizes))
 
     made = auto.Auto(configure, AutoConfig(memory="8GB", time="1h"))
@@ -212,9 +238,18 @@ def test_every_combination_has_a_micro_batch_that_divides_its_batch(tmp_path):
         (["--memory", "8GB"], "time"),
     ],
 )
-def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path, capsys, arguments, sentence):
+def test_wrong_arguments_are_refused_before_anything_is_written(
+    tmp_path, capsys, arguments, sentence
+):
     data = write_beir(tmp_path / "data")
-    base = ["--data.train", str(data), "--model.name", "tiny", "--output_dir", str(tmp_path / "auto")]
+    base = [
+        "--data.train",
+        str(data),
+        "--model.name",
+        "tiny",
+        "--output_dir",
+        str(tmp_path / "auto"),
+    ]
     memory = [] if "--memory" in arguments else ["--memory", "8GB"]
     assert main(["auto", *base, *memory, *arguments]) == 2
     assert sentence in capsys.readouterr().err
@@ -269,7 +304,14 @@ def test_a_call_that_is_killed_twice_ends_with_a_better_model(tmp_path):
     assert main(["data", "demo", str(tmp_path / "demo")]) == 0
     (tmp_path / "demo" / "qrels" / "dev.tsv").unlink()
     call = [python(), "-m", "contaccum", "auto", "--memory", "8GB", "--time", "150s"]
-    call += ["--output_dir", str(tmp_path / "auto"), "--data.train", str(tmp_path / "demo"), "--model.name", "tiny"]
+    call += [
+        "--output_dir",
+        str(tmp_path / "auto"),
+        "--data.train",
+        str(tmp_path / "demo"),
+        "--model.name",
+        "tiny",
+    ]
     call += ["--model.temperature", "0.05", "--optim.learning_rate", "1e-3", "--run.device", "cpu"]
     call += ["--model.max_passage_length", "64"]
     environment = {**os.environ, "CONTACCUM_CACHE": str(tmp_path / "cache")}
@@ -292,7 +334,8 @@ def test_a_call_that_is_killed_twice_ends_with_a_better_model(tmp_path):
     assert (after["chosen"], after["steps"]) == (before["chosen"], before["steps"])
     assert (tmp_path / "auto" / "report.html").is_file()
     test_queries = {
-        line.split("\t")[0] for line in (tmp_path / "demo" / "qrels" / "test.tsv").read_text().splitlines()[1:]
+        line.split("\t")[0]
+        for line in (tmp_path / "demo" / "qrels" / "test.tsv").read_text().splitlines()[1:]
     }
     metrics = json.loads((tmp_path / "auto" / "train" / "metrics.json").read_text())
     assert metrics["per_query"].keys() == test_queries

@@ -12,7 +12,12 @@ from contaccum import evaluate
 from contaccum.cli import main
 from contaccum.data.dataset import open_dataset
 from contaccum.evaluation.metrics import evaluate_run
-from contaccum.experiments.changed_queries import SHOWN_CHARACTERS, SHOWN_QUERIES, changed_queries, shortened
+from contaccum.experiments.changed_queries import (
+    SHOWN_CHARACTERS,
+    SHOWN_QUERIES,
+    changed_queries,
+    shortened,
+)
 from contaccum.experiments.run_records import group_runs, load_run_record
 from contaccum.retrieval.retriever import Retriever
 
@@ -25,7 +30,9 @@ def data(tmp_path) -> Path:
     """Thirty judged test queries. One query and one passage contain HTML."""
     folder = write_beir(tmp_path / "data")
     lines = [f"q{number}\tp{number}\t{1 + number % 2}" for number in range(30)]
-    (folder / "qrels" / "test.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *lines]) + "\n")
+    (folder / "qrels" / "test.tsv").write_text(
+        "\n".join(["query-id\tcorpus-id\tscore", *lines]) + "\n"
+    )
     for file, id_ in (("corpus.jsonl", "p0"), ("queries.jsonl", "q0")):
         records = [json.loads(line) for line in (folder / file).read_text().splitlines()]
         for record in records:
@@ -46,7 +53,9 @@ def system(folder: Path, data: Path, ranks: dict[str, int]) -> Path:
         run[query] = [(passage, 1.0 - place / 10) for place, passage in enumerate(ranking)]
     folder.mkdir()
     metrics = evaluate_run(judged.qrels, run)
-    (folder / "metrics.json").write_text(json.dumps({"data": str(data), "split": "test", **metrics}))
+    (folder / "metrics.json").write_text(
+        json.dumps({"data": str(data), "split": "test", **metrics})
+    )
     return folder
 
 
@@ -57,12 +66,16 @@ def changed(*folders: Path):
 
 def test_metrics_list_the_first_five_passages_of_each_query_with_their_grades(data):
     judged = open_dataset(data).retrieval_set
-    run = Retriever.open("bm25", judged.corpus).search(judged.queries, 100, ignore_identical_ids=True)
+    run = Retriever.open("bm25", judged.corpus).search(
+        judged.queries, 100, ignore_identical_ids=True
+    )
     found = evaluate("bm25", str(data))["first_passages"]
     assert found.keys() == judged.queries.keys()
     for query, grades in found.items():
         assert list(grades) == [passage for passage, _ in run[query][:5]]
-        assert all(grade == judged.qrels[query].get(passage, 0) for passage, grade in grades.items())
+        assert all(
+            grade == judged.qrels[query].get(passage, 0) for passage, grade in grades.items()
+        )
     assert found["q1"]["p1"] == 2
 
 
@@ -71,11 +84,18 @@ def test_queries_are_those_with_the_largest_gains_and_losses(data, tmp_path):
     two = system(tmp_path / "two", data, {f"q{n}": 4 for n in range(3, 18)} | {"q18": 9, "q1": 2})
     (pair,) = changed(one, two).pairs
     scores = {name: load_run_record(tmp_path / name).per_query for name in ("one", "two")}
-    best, worst = sorted(scores, key=lambda name: -sum(each["ndcg@10"] for each in scores[name].values()))
+    best, worst = sorted(
+        scores, key=lambda name: -sum(each["ndcg@10"] for each in scores[name].values())
+    )
     assert (pair.system, pair.reference) == (best, worst)
-    gains = {query: values["ndcg@10"] - scores[worst][query]["ndcg@10"] for query, values in scores[best].items()}
+    gains = {
+        query: values["ndcg@10"] - scores[worst][query]["ndcg@10"]
+        for query, values in scores[best].items()
+    }
     for found, sign in ((pair.gained, 1), (pair.lost, -1)):
-        expected = sorted((sign * gain for gain in gains.values() if sign * gain > 0), reverse=True)[:SHOWN_QUERIES]
+        expected = sorted(
+            (sign * gain for gain in gains.values() if sign * gain > 0), reverse=True
+        )[:SHOWN_QUERIES]
         assert [sign * query.difference for query in found] == pytest.approx(expected)
         assert all(query.difference == pytest.approx(gains[query.id]) for query in found)
     assert len(pair.gained) == 16
@@ -99,7 +119,9 @@ def test_without_the_data_only_ids_are_shown_and_a_note_says_so(data, tmp_path):
     whole = changed(*folders)
     assert len(whole.notes) == 1
     metrics = json.loads((folders[0] / "metrics.json").read_text())
-    (folders[0] / "metrics.json").write_text(json.dumps({**metrics, "test_content": "of other data"}))
+    (folders[0] / "metrics.json").write_text(
+        json.dumps({**metrics, "test_content": "of other data"})
+    )
     note = changed(*folders).notes[1]
     assert "one: only ids are shown, without texts" in note
     assert "changed after the evaluation" in note
@@ -119,7 +141,10 @@ def test_texts_are_shortened():
 
 @pytest.mark.acceptance
 def test_section_in_a_browser(data, tmp_path, capsys):
-    """Real clicks open a pair and a query. The texts are shown as they are, and the page loads and runs nothing."""
+    """Real clicks open a pair and a query.
+
+    The texts are shown as they are, and the page loads and runs nothing.
+    """
     chromium = find_chromium()
     if chromium is None:
         pytest.skip("no Chromium on this machine: install chromium, or name it in CHROMIUM")
@@ -140,7 +165,10 @@ def test_section_in_a_browser(data, tmp_path, capsys):
         assert page.text("details.query[open] li.positive").splitlines()[1].startswith(HOSTILE)
         assert "relevant (grade 1)" in page.text("details.query[open] li.positive")
         assert page.run("document.querySelectorAll('details.query[open] li').length") == 10
-        boxes = "[...document.querySelectorAll('details.query[open] section')].map(e => e.getBoundingClientRect().top)"
+        boxes = (
+            "[...document.querySelectorAll('details.query[open] section')].map(e => "
+            "e.getBoundingClientRect().top)"
+        )
         assert len(set(page.run(boxes))) == 1  # side by side
         assert page.run("document.querySelectorAll('script, img').length") == 0
         assert page.run("document.body.id") == ""

@@ -52,7 +52,15 @@ def study_folder(tmp_path_factory):
         "run.drift_steps": 1,
     }
     (folder / "config.yaml").write_text(to_yaml(train_config(data, folder / "unused", **changes)))
-    call = [*command(folder, folder / "study"), "--seeds", "1", "--vary", "bank.size=16,24", "--parallel", "2"]
+    call = [
+        *command(folder, folder / "study"),
+        "--seeds",
+        "1",
+        "--vary",
+        "bank.size=16,24",
+        "--parallel",
+        "2",
+    ]
     environment = {**os.environ, "CONTACCUM_CACHE": str(folder / "cache")}
     done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -62,7 +70,15 @@ def study_folder(tmp_path_factory):
 
 def command(folder: Path, output: Path) -> list[str]:
     methods = ["--methods", "grad_accum,cont_accum", "--output_dir", str(output)]
-    return [python(), "-m", "contaccum", "compare", "--config", str(folder / "config.yaml"), *methods]
+    return [
+        python(),
+        "-m",
+        "contaccum",
+        "compare",
+        "--config",
+        str(folder / "config.yaml"),
+        *methods,
+    ]
 
 
 def call(capsys, folder: Path, *arguments: object) -> tuple[int, str]:
@@ -75,7 +91,9 @@ def folders(study: Path) -> list[str]:
 
 
 def stamps(study: Path) -> dict[str, int]:
-    return {str(path): path.stat().st_mtime_ns for path in (study / "runs").rglob("*") if path.is_file()}
+    return {
+        str(path): path.stat().st_mtime_ns for path in (study / "runs").rglob("*") if path.is_file()
+    }
 
 
 def test_every_combination_is_trained_and_evaluated_once(study_folder):
@@ -93,7 +111,16 @@ def test_every_combination_is_trained_and_evaluated_once(study_folder):
 def test_finished_comparison_runs_nothing_again(study_folder, capsys):
     study = study_folder / "study"
     before = stamps(study)
-    arguments = ["--methods", "grad_accum,cont_accum", "--seeds", 1, "--vary", "bank.size=16,24", "--output_dir", study]
+    arguments = [
+        "--methods",
+        "grad_accum,cont_accum",
+        "--seeds",
+        1,
+        "--vary",
+        "bank.size=16,24",
+        "--output_dir",
+        study,
+    ]
     code, said = call(capsys, study_folder, *arguments)
     assert (code, len(said.splitlines())) == (0, 1)
     assert "1 passages are skipped" in said
@@ -111,7 +138,16 @@ def test_finished_comparison_runs_nothing_again(study_folder, capsys):
 )
 def test_edited_data_is_noticed(file, before, after, kind, study_folder, capsys):
     study, path = study_folder / "study", study_folder / "data" / file
-    arguments = ["--methods", "grad_accum,cont_accum", "--seeds", 1, "--vary", "bank.size=16,24", "--output_dir", study]
+    arguments = [
+        "--methods",
+        "grad_accum,cont_accum",
+        "--seeds",
+        1,
+        "--vary",
+        "bank.size=16,24",
+        "--output_dir",
+        study,
+    ]
     unchanged = stamps(study)
     content, status = path.read_text(), path.stat()
     path.write_text(content.replace(before, after, 1))
@@ -119,16 +155,23 @@ def test_edited_data_is_noticed(file, before, after, kind, study_folder, capsys)
     path.write_text(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert code == 2
-    assert f"metrics.json: the {kind} data changed after this result was computed. Undo the change" in said
+    assert (
+        f"metrics.json: the {kind} data changed after this result was computed. Undo the change"
+        in said
+    )
     assert call(capsys, study_folder, *arguments)[0] == 0  # negative control
     assert stamps(study) == unchanged
 
 
 def test_changed_encoder_is_noticed(study_folder, tmp_path, capsys):
     """Otherwise, the models of additional seeds would start from another encoder than those of the first call."""
-    base = shutil.copytree(study_folder / "study" / "runs" / "grad_accum-seed0" / "model", tmp_path / "base")
+    base = shutil.copytree(
+        study_folder / "study" / "runs" / "grad_accum-seed0" / "model", tmp_path / "base"
+    )
     changes = {"model.name": str(base), "data.repair": True, "optim.max_steps": 1}
-    (tmp_path / "config.yaml").write_text(to_yaml(train_config(study_folder / "data", tmp_path / "unused", **changes)))
+    (tmp_path / "config.yaml").write_text(
+        to_yaml(train_config(study_folder / "data", tmp_path / "unused", **changes))
+    )
     arguments = ["--output_dir", tmp_path / "study", "--methods", "grad_accum"]
     code, said = call(capsys, tmp_path, *arguments, "--seeds", 1, "--baselines", "untrained")
     assert code == 0, said
@@ -139,7 +182,10 @@ def test_changed_encoder_is_noticed(study_folder, tmp_path, capsys):
     ):
         code, said = call(capsys, tmp_path, *arguments, *more)
         assert code == 2
-        assert f"metrics.json: the folder {base} (model.name) changed after this result was computed" in said
+        assert (
+            f"metrics.json: the folder {base} (model.name) changed after this result was computed"
+            in said
+        )
 
 
 def test_folder_with_other_settings_is_refused(study_folder, capsys):
@@ -151,12 +197,16 @@ def test_folder_with_other_settings_is_refused(study_folder, capsys):
     code, said = call(capsys, study_folder, *arguments, "--test_split", "dev")
     assert code == 2
     assert "computed with split test, but this call has dev" in said
-    code, said = call(capsys, study_folder, *arguments, "--model.tiny_width", 64, "--methods", "in_batch")
+    code, said = call(
+        capsys, study_folder, *arguments, "--model.tiny_width", 64, "--methods", "in_batch"
+    )
     assert code == 2
     assert "computed with settings" in said
 
 
-def test_settings_are_compared_again_after_waiting_for_another_call(study_folder, tmp_path, capsys, monkeypatch):
+def test_settings_are_compared_again_after_waiting_for_another_call(
+    study_folder, tmp_path, capsys, monkeypatch
+):
     """While this call waits for the lock, the other call finishes a run with the same folder."""
 
     @contextmanager
@@ -165,7 +215,16 @@ def test_settings_are_compared_again_after_waiting_for_another_call(study_folder
         yield
 
     monkeypatch.setattr("contaccum.experiments.compare.waiting_lock", waiting)
-    arguments = ["--methods", "grad_accum", "--seeds", 1, "--output_dir", tmp_path / "study", "--baselines", "none"]
+    arguments = [
+        "--methods",
+        "grad_accum",
+        "--seeds",
+        1,
+        "--output_dir",
+        tmp_path / "study",
+        "--baselines",
+        "none",
+    ]
     code, said = call(capsys, study_folder, *arguments, "--optim.max_steps", 4)
     assert code == 2
     assert "optim.max_steps was 3 and is 4" in said
@@ -178,7 +237,10 @@ def test_settings_are_compared_again_after_waiting_for_another_call(study_folder
         (["--vary", "bank.sise=1,2"], "--vary: 'bank.sise=1,2'"),
         (["--vary", "run.save_steps=1,2"], "is not a setting that changes the trained model"),
         (["--vary", "bank.size="], "expected GROUP.FIELD=v1,v2"),
-        (["--vary", "bank.size=16,many"], "cont_accum-size=many: bank.size is 'many', expected a whole number"),
+        (
+            ["--vary", "bank.size=16,many"],
+            "cont_accum-size=many: bank.size is 'many', expected a whole number",
+        ),
         (["--vary", "bank.size=2"], "cont_accum-size=2: bank.size is 2, but"),
         (["--vary", "optim.learning_rate=1e-3,0.001"], "equal settings; remove one of them"),
         (["--tune", "optim.learning_rate=1e-3,0.001"], "equal settings; remove one of them"),
@@ -192,15 +254,34 @@ def test_settings_are_compared_again_after_waiting_for_another_call(study_folder
         (["--tune", "bank.size=2,3"], "no combination of the tuned values is valid"),
         (["--tune", "bank.size=16", "--tune", "bank.size=24"], "each setting only once"),
         (["--settings", "absent.yaml"], "absent.yaml: cannot be read"),
-        (["--settings", FILE, "--methods", "grad_accum"], "cannot be used with --methods or --vary"),
+        (
+            ["--settings", FILE, "--methods", "grad_accum"],
+            "cannot be used with --methods or --vary",
+        ),
         (["--baselines", "bm26"], "--baselines: 'bm26' is unknown"),
         (["--against", "in_batch"], "--against is 'in_batch'; choose from cont_accum"),
         (["--test_split", "final"], "final"),
-        (["--tune", "optim.learning_rate=1e-3", "--vary", "optim.learning_rate=1e-3"], "set by both --vary and --tune"),
-        (["--tune", "optim.learning_rate=1e-3,2e-3", "--test_split", "dev"], "data.dev is the test data"),
-        (["--tune", "optim.learning_rate=1e-3,2e-3", "--data.dev", FILE, "--test", FILE], "data.dev is the test data"),
         (
-            ["--tune", "optim.learning_rate=1e-3,2e-3", "--data.dev", "null", "--run.eval_steps", 0],
+            ["--tune", "optim.learning_rate=1e-3", "--vary", "optim.learning_rate=1e-3"],
+            "set by both --vary and --tune",
+        ),
+        (
+            ["--tune", "optim.learning_rate=1e-3,2e-3", "--test_split", "dev"],
+            "data.dev is the test data",
+        ),
+        (
+            ["--tune", "optim.learning_rate=1e-3,2e-3", "--data.dev", FILE, "--test", FILE],
+            "data.dev is the test data",
+        ),
+        (
+            [
+                "--tune",
+                "optim.learning_rate=1e-3,2e-3",
+                "--data.dev",
+                "null",
+                "--run.eval_steps",
+                0,
+            ],
             "data.dev: not set",
         ),
     ],
@@ -208,7 +289,11 @@ def test_settings_are_compared_again_after_waiting_for_another_call(study_folder
 def test_wrong_options_are_refused_before_the_first_run(
     study_folder, tmp_path, capsys, monkeypatch, arguments, sentence
 ):
-    example = {"query": "where is the red fox", "pos": ["a red fox lives here"], "neg": ["a blue cat lives there"]}
+    example = {
+        "query": "where is the red fox",
+        "pos": ["a red fox lives here"],
+        "neg": ["a blue cat lives there"],
+    }
     (tmp_path / FILE).write_text(json.dumps(example) + "\n")
     monkeypatch.chdir(tmp_path)
     code, said = call(capsys, study_folder, "--output_dir", tmp_path / "new", *arguments)
@@ -235,7 +320,9 @@ def test_killed_comparison_continues_with_the_missing_runs(study_folder, tmp_pat
     ]
     long += ["--run.eval_steps", "0"]
     first = subprocess.Popen(
-        [NEW_PYTHON, *command(study_folder, study)[1:], *long], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        [NEW_PYTHON, *command(study_folder, study)[1:], *long],
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
     )
     second = study / "runs" / "grad_accum-seed1"
     while not (second / "log.jsonl").exists() or len(read_log(second)) < 2:
@@ -245,7 +332,9 @@ def test_killed_comparison_continues_with_the_missing_runs(study_folder, tmp_pat
     first.wait()
     finished = study / "runs" / "grad_accum-seed0"
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
-    done = subprocess.run([*command(study_folder, study), *long], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command(study_folder, study), *long], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert re.findall(r"\[\d/3\] (\S+): done", done.stderr) == [
         "grad_accum-seed1",
@@ -273,7 +362,9 @@ def test_signal_stops_the_runs_with_a_message(study_folder, tmp_path):
         "--run.eval_steps",
         "0",
     ]
-    process = subprocess.Popen([*command(study_folder, study), *long], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command(study_folder, study), *long], stderr=subprocess.PIPE, text=True
+    )
     run = study / "runs" / "grad_accum-seed0"
     while not (run / "log.jsonl").exists() or len(read_log(run)) < 2:
         assert process.poll() is None
@@ -288,8 +379,24 @@ def test_signal_stops_the_runs_with_a_message(study_folder, tmp_path):
 @pytest.mark.acceptance
 def test_failed_run_is_named_and_the_others_are_reported(study_folder, tmp_path, capsys):
     study = tmp_path / "study"
-    arguments = ["--methods", "grad_accum", "--seeds", 1, "--baselines", "none", "--output_dir", study]
-    varied = ["--vary", "optim.learning_rate=1e-3,1e9", "--optim.schedule", "constant", "--run.drift_steps", 0]
+    arguments = [
+        "--methods",
+        "grad_accum",
+        "--seeds",
+        1,
+        "--baselines",
+        "none",
+        "--output_dir",
+        study,
+    ]
+    varied = [
+        "--vary",
+        "optim.learning_rate=1e-3,1e9",
+        "--optim.schedule",
+        "constant",
+        "--run.drift_steps",
+        0,
+    ]
     code, said = call(capsys, study_folder, *arguments, *varied)
     assert code == 1
     assert "1 runs failed. The first is grad_accum-learning_rate=1e9-seed0 (exit code 2" in said
@@ -303,23 +410,39 @@ def test_failed_run_is_named_and_the_others_are_reported(study_folder, tmp_path,
 def test_learning_rate_is_chosen_on_dev_and_never_on_test(study_folder, tmp_path, capsys):
     study = tmp_path / "study"
     rates = ["--tune", "optim.learning_rate=1e-9,3e-3"]
-    arguments = ["--methods", "grad_accum,cont_accum", "--seeds", 2, "--baselines", "none", "--output_dir", study]
+    arguments = [
+        "--methods",
+        "grad_accum,cont_accum",
+        "--seeds",
+        2,
+        "--baselines",
+        "none",
+        "--output_dir",
+        study,
+    ]
     code, said = call(capsys, study_folder, *arguments, *rates, "--optim.max_steps", 12)
     assert code == 0, said
     for method in ("grad_accum", "cont_accum"):
         scores = {
-            rate: read_json(study / "runs" / f"{method}-learning_rate={rate}-seed0" / "tuned.json")["score"]
+            rate: read_json(study / "runs" / f"{method}-learning_rate={rate}-seed0" / "tuned.json")[
+                "score"
+            ]
             for rate in ("1e-9", "3e-3")
         }
         chosen = max(scores, key=scores.get)
         other = next(rate for rate in scores if rate != chosen)
         for seed in (0, 1):
-            assert (study / "runs" / f"{method}-learning_rate={chosen}-seed{seed}" / "metrics.json").exists()
+            assert (
+                study / "runs" / f"{method}-learning_rate={chosen}-seed{seed}" / "metrics.json"
+            ).exists()
         lost = study / "runs" / f"{method}-learning_rate={other}-seed0"
         assert not (lost / "metrics.json").exists()
         assert not (study / "runs" / f"{method}-learning_rate={other}-seed1").exists()
         rows = [line[1:] for line in tuning_table(study) if line[0] == method]
-        assert rows == [[rate, f"{score:.4f}", "chosen" if rate == chosen else ""] for rate, score in scores.items()]
+        assert rows == [
+            [rate, f"{score:.4f}", "chosen" if rate == chosen else ""]
+            for rate, score in scores.items()
+        ]
     before = stamps(study)
     assert call(capsys, study_folder, *arguments, *rates, "--optim.max_steps", 12)[0] == 0
     assert stamps(study) == before
@@ -343,14 +466,23 @@ BUDGET = [
     "--keep_weights",
     "false",
 ]
-TUNED = ["--tune", "optim.learning_rate=1e-9,3e-3", "--tune", "batch.global_batch_size=4,16", "--run.eval_steps", "0"]
+TUNED = [
+    "--tune",
+    "optim.learning_rate=1e-9,3e-3",
+    "--tune",
+    "batch.global_batch_size=4,16",
+    "--run.eval_steps",
+    "0",
+]
 
 
 @pytest.fixture(scope="module")
 def tuned_study(study_folder):
     """A finished comparison that tuned four combinations in two rungs."""
     done = subprocess.run(
-        [*command(study_folder, study_folder / "tuned"), *BUDGET, *TUNED], capture_output=True, text=True
+        [*command(study_folder, study_folder / "tuned"), *BUDGET, *TUNED],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return study_folder / "tuned"
@@ -360,13 +492,17 @@ def tuned_study(study_folder):
 def test_runs_get_the_steps_that_the_budget_pays_for(tuned_study):
     """180 forward passes pay for 15 steps of 4 pairs (12 passes each) and 3 of 16 pairs (60); a third of them for 5 and 1."""
     names = [
-        f"grad_cache-learning_rate={rate}-global_batch_size={n}-seed0" for rate in ("1e-9", "3e-3") for n in (4, 16)
+        f"grad_cache-learning_rate={rate}-global_batch_size={n}-seed0"
+        for rate in ("1e-9", "3e-3")
+        for n in (4, 16)
     ]
     for name, count in zip(names, (5, 1, 5, 1), strict=True):
         run = tuned_study / "tuning" / f"{name}-1of3"
         rates = [line["learning_rate"] for line in read_log(run) if "loss" in line]
         assert len(rates) == count
-        assert rates[-1] == pytest.approx(rates[0] / count)  # the linear schedule ends with this run
+        assert rates[-1] == pytest.approx(
+            rates[0] / count
+        )  # the linear schedule ends with this run
         assert not (run / "model").exists()
     found = read_json(tuned_study / "compare.json")
     (tuned,) = found["tuned"]
@@ -379,7 +515,11 @@ def test_runs_get_the_steps_that_the_budget_pays_for(tuned_study):
     assert set(tuned["at_the_edge"]) == set(best["values"])
     (row,) = found["results"]
     n = int(best["values"]["batch.global_batch_size"])
-    assert (row["setting"], row["steps"], row["forward_passes"]) == ("grad_cache", 180 // (4 * n - 4), 180)
+    assert (row["setting"], row["steps"], row["forward_passes"]) == (
+        "grad_cache",
+        180 // (4 * n - 4),
+        180,
+    )
     assert not list(tuned_study.glob("runs/*/model")) + list(tuned_study.glob("runs/*/checkpoints"))
     assert "## At equal budget" in (tuned_study / "report.md").read_text()
 
@@ -397,7 +537,9 @@ def test_killed_tuning_continues_with_the_same_choice(study_folder, tuned_study,
         time.sleep(0.02)
     first.send_signal(signal.SIGKILL)
     first.wait()
-    done = subprocess.run([*command(study_folder, study), *BUDGET, *TUNED], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command(study_folder, study), *BUDGET, *TUNED], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "[1/2]" in done.stderr  # the two finished runs of the first rung are not repeated
     found, expected = (read_json(each / "compare.json") for each in (study, tuned_study))
@@ -405,10 +547,14 @@ def test_killed_tuning_continues_with_the_same_choice(study_folder, tuned_study,
     assert found["results"][0]["mean"] == expected["results"][0]["mean"]
     # negative control: another score changes the choice
     loser = next(
-        each for each in study.glob("runs/*/tuned.json") if each.parent.name not in found["results"][0]["runs"]
+        each
+        for each in study.glob("runs/*/tuned.json")
+        if each.parent.name not in found["results"][0]["runs"]
     )
     loser.write_text(json.dumps({**read_json(loser), "score": 2.0}))
-    done = subprocess.run([*command(study_folder, study), *BUDGET, *TUNED], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command(study_folder, study), *BUDGET, *TUNED], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert read_json(study / "compare.json")["tuned"][0]["chosen"] != expected["tuned"][0]["chosen"]
 
@@ -439,7 +585,12 @@ def test_budget_in_seconds_is_measured_once(study_folder, tmp_path, capsys):
 
 def test_launch_in_several_processes_is_refused(study_folder, tmp_path, capsys, monkeypatch):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's
-    place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    place = {
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     code, said = call(capsys, study_folder, "--output_dir", tmp_path / "new")
@@ -459,7 +610,9 @@ def test_different_runs_with_one_folder_are_refused(study_folder, tmp_path, caps
     """The second run would otherwise count as finished, or train with the settings of the first."""
     settings = tmp_path / "settings.yaml"
     settings.write_text(text)
-    code, said = call(capsys, study_folder, "--output_dir", tmp_path / "new", "--settings", settings)
+    code, said = call(
+        capsys, study_folder, "--output_dir", tmp_path / "new", "--settings", settings
+    )
     assert code == 2
     assert "two runs would use this folder" in said
     assert re.search(r"\(\S+ was \S+ and is \S+.*\)\. Its name", said)
@@ -477,14 +630,18 @@ def test_a_killed_run_does_not_show_the_message_of_an_earlier_call(tmp_path, cap
         assert words in outcome.last_line
         assert "data.dev" not in outcome.last_line
     assert "a-seed0: exit code 1, no message" in capsys.readouterr().err
-    assert job.log.read_text().startswith("contaccum: data.dev")  # the earlier messages stay in the file
+    assert job.log.read_text().startswith(
+        "contaccum: data.dev"
+    )  # the earlier messages stay in the file
 
 
 def test_methods_vary_only_over_settings_that_they_use():
     assert read_values("--vary", ("loss.matryoshka_dims=[64,32],[],[16]",)) == {
         "loss.matryoshka_dims": ["[64,32]", "[]", "[16]"]
     }
-    varied = read_values("--vary", ("bank.size=1,2", "batch.micro_batch_size=4,8", "optim.learning_rate=1,2"))
+    varied = read_values(
+        "--vary", ("bank.size=1,2", "batch.micro_batch_size=4,8", "optim.learning_rate=1,2")
+    )
     names = [one.label for one in variants(["in_batch", "grad_cache"], varied, {})]
     assert names == [
         "in_batch-learning_rate=1", "in_batch-learning_rate=2",
@@ -530,7 +687,12 @@ def test_report_figures_equal_those_in_the_run_files(study_folder):
     assert cells[1:5] == [f"{value:.4f}", "-", "1", f"{seconds:.1f}"]
     tests = list(csv.DictReader((study / "tests.csv").open()))
     assert {row["against"] for row in tests} == {"grad_accum"}
-    assert [row["setting"] for row in tests] == ["cont_accum size=16", "cont_accum size=24", "bm25", "untrained"]
+    assert [row["setting"] for row in tests] == [
+        "cont_accum size=16",
+        "cont_accum size=24",
+        "bm25",
+        "untrained",
+    ]
     for heading in (
         "Result",
         "Quality at equal N = 16",
@@ -556,7 +718,11 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.ids += [value for name, value in attrs if name == "id"]
-        self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href", "data", "action")]
+        self.addresses += [
+            value
+            for name, value in attrs
+            if name in ("src", "href", "xlink:href", "data", "action")
+        ]
 
 
 def test_page_is_self_contained(study_folder):
@@ -577,7 +743,9 @@ def test_page_escapes_names(study_folder, tmp_path, capsys):
     """A folder name that looks like HTML is shown as text."""
     run = tmp_path / "<b>bold&amp;"
     run.mkdir()
-    (run / "metrics.json").write_text((study_folder / "study" / "runs" / "bm25" / "metrics.json").read_text())
+    (run / "metrics.json").write_text(
+        (study_folder / "study" / "runs" / "bm25" / "metrics.json").read_text()
+    )
     other = study_folder / "study" / "runs" / "cont_accum-size=16-seed0"
     page = tmp_path / "page.html"
     assert main(["report", str(run), str(other), "--html", str(page)]) == 0
@@ -590,10 +758,14 @@ def test_report_tests_runs_against_a_reference_run(study_folder, tmp_path, capsy
     bm25 = str(study_folder / "study" / "runs" / "bm25")
     assert main(["report", *runs, "--against", bm25]) == 0
     out = capsys.readouterr().out
-    tested = [[cell.strip() for cell in line.strip("| ").split("|")] for line in out.split("\n\n")[1].splitlines()]
+    tested = [
+        [cell.strip() for cell in line.strip("| ").split("|")]
+        for line in out.split("\n\n")[1].splitlines()
+    ]
     assert tested[0][:3] == ["setting", "against", "difference"]
     assert [row[:2] for row in tested[2:]] == [
-        [label, "bm25"] for label in ("cont_accum size=16", "cont_accum size=24", "grad_accum", "untrained")
+        [label, "bm25"]
+        for label in ("cont_accum size=16", "cont_accum size=24", "grad_accum", "untrained")
     ]
     means = {run: read_json(Path(run) / "metrics.json")["mean"]["ndcg@10"] for run in runs}
     plain = next(value for run, value in means.items() if "size=16" in run) - means[bm25]

@@ -21,9 +21,13 @@ def folder(tmp_path):
     (data / "qrels").mkdir(parents=True)
     passages = [f"p{n}" for n in range(120)] + [f"o{n}" for n in range(200)]
     (data / "corpus.jsonl").write_text(
-        "".join(json.dumps({"_id": p, "title": f"t {p}", "text": f"text {p}"}) + "\n" for p in passages)
+        "".join(
+            json.dumps({"_id": p, "title": f"t {p}", "text": f"text {p}"}) + "\n" for p in passages
+        )
     )
-    texts = [f"Question {n // 2 if n < 10 else n}" for n in range(40)]  # the first ten are five pairs
+    texts = [
+        f"Question {n // 2 if n < 10 else n}" for n in range(40)
+    ]  # the first ten are five pairs
     (data / "queries.jsonl").write_text(
         "".join(json.dumps({"_id": f"q{n}", "text": t}) + "\n" for n, t in enumerate(texts))
     )
@@ -76,21 +80,30 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(folder, tmp_
 def test_too_few_training_queries_are_refused(folder, tmp_path):
     lines = (folder / "qrels" / "train.tsv").read_text().splitlines()[: 1 + 3 * 9]
     (folder / "qrels" / "train.tsv").write_text("\n".join(lines) + "\n")
-    with pytest.raises(InputError, match=r"has 9 training queries; .* at least 10 queries .*Set data\.dev"):
+    with pytest.raises(
+        InputError, match=r"has 9 training queries; .* at least 10 queries .*Set data\.dev"
+    ):
         hold_out(open_dataset(folder, "train"), tmp_path / "data", 300, 60, seed=3)
     assert not (tmp_path / "data").exists()
 
 
 def test_held_out_training_data_keep_the_negatives_of_a_dpr_file(tmp_path):
-    """A query with too few hard negatives uses negative_ctxs. They were once lost, so auto drew random passages instead."""
+    """A query with too few hard negatives uses negative_ctxs.
+
+    They were once lost, so auto drew random passages instead.
+    """
     records = [
-        dpr(f"query {n}", [context(n)], [context(f"h{n}")], [context(f"o{n}"), context(f"x{n}")]) for n in range(20)
+        dpr(f"query {n}", [context(n)], [context(f"h{n}")], [context(f"o{n}"), context(f"x{n}")])
+        for n in range(20)
     ]
     source = open_dataset(write(tmp_path / "dpr.json", json.dumps(records)), "train")
     hold_out(source, tmp_path / "data", 300, 60, seed=3, hard_negatives=2)
     sets = source.train_set(2), open_dataset(tmp_path / "data" / "train", "train").train_set(2)
     before, after = (
-        {text: each.passages[each.negatives.row(n)]["id"] for n, text in enumerate(each.queries["text"])}
+        {
+            text: each.passages[each.negatives.row(n)]["id"]
+            for n, text in enumerate(each.queries["text"])
+        }
         for each in sets
     )
     assert after == {text: before[text] for text in after}

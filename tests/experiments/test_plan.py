@@ -55,7 +55,9 @@ def test_the_largest_size_is_measured_and_the_prediction_corrected():
 def test_sizes_that_run_out_of_memory_on_a_gpu_with_the_budget_do_not_fit(tmp_path, monkeypatch):
     """A smaller GPU says nothing about the budget, so the prediction is used for it."""
     changes = {"batch.global_batch_size": 64, "data.hard_negatives": 0, "batch.micro_batch_size": 4}
-    probe = Probe(train_config(write_beir(tmp_path / "data"), tmp_path / "run", "cont_accum", **changes))
+    probe = Probe(
+        train_config(write_beir(tmp_path / "data"), tmp_path / "run", "cont_accum", **changes)
+    )
     probe.engine.device = torch.device("cuda")
     monkeypatch.setattr(probe, "_full_bank", lambda size, rows: (size, rows))
     monkeypatch.setattr(probe, "context", lambda: 0)
@@ -74,14 +76,18 @@ def test_sizes_that_run_out_of_memory_on_a_gpu_with_the_budget_do_not_fit(tmp_pa
     most = 0.0
     assert [probe.peak(16, 64, budget) for budget in (2300, 2301)] == [pytest.approx(1576.064)] * 2
     assert [probe.peak(32, 64, budget) for budget in (2300, 2301)] == [math.inf, None]
-    assert largest_micro_batch(probe, 2300).size == 16  # a line through 2 and 4 pairs predicts that 32 fit
+    assert (
+        largest_micro_batch(probe, 2300).size == 16
+    )  # a line through 2 and 4 pairs predicts that 32 fit
     assert largest_micro_batch(probe, 2301).size == 32
     probe.config = replace(probe.config, method="in_batch")
     none = largest_micro_batch(probe, 2300)
     assert none.size is None
     assert none.peak >= 2300
     probe.config = replace(probe.config, batch=replace(probe.config.batch, micro_batch_size=32))
-    assert largest_micro_batch(probe, 2300).measured == 16  # 32, 64 and 128 pairs do not fit: 16 and 8 are measured
+    assert (
+        largest_micro_batch(probe, 2300).measured == 16
+    )  # 32, 64 and 128 pairs do not fit: 16 and 8 are measured
     probe.config = replace(probe.config, method="cont_accum")
     assert 250_064 < largest_bank(probe, 64, 4, 2300) <= 255_000
     assert largest_bank(probe, 64, 4, 2301) > 1_000_000
@@ -91,7 +97,9 @@ def test_a_bank_is_found_if_the_largest_measured_one_needs_no_more_memory():
     """With vectors of 32 numbers, the second and the third bank have nearly the same size, and measurements have noise."""
     peaks = {64: 100e6, 250_064: 164e6, 262_144: 163.9e6}
     probe = SimpleNamespace(
-        encoder=SimpleNamespace(dim=32), peak=lambda size, rows, budget=0: peaks.get(rows), usable=lambda: math.inf
+        encoder=SimpleNamespace(dim=32),
+        peak=lambda size, rows, budget=0: peaks.get(rows),
+        usable=lambda: math.inf,
     )
     assert largest_bank(probe, 64, 4, 1e9) > 1_000_000
 
@@ -109,22 +117,39 @@ def test_gpu_context_is_reported_with_the_budget_that_training_needs():
     (found_budget,) = re.findall(r"set run\.memory_budget to (\w+)\.", shown)
     assert parse_bytes(found_budget) == 3_500_000_000
     assert "expandable_segments:True" in shown
-    assert "memory_budget" not in render({"cont_accum": replace(found, context=0)}, config, 4_000_000_000)
+    assert "memory_budget" not in render(
+        {"cont_accum": replace(found, context=0)}, config, 4_000_000_000
+    )
     shown = render({"cont_accum": found}, config, 400_000_000)  # no run.memory_budget is left
     assert "memory_budget" not in shown
     assert "other programs on this GPU use 0.50 GB, so no size fits" in shown
 
 
 def test_durations_and_sizes_are_readable():
-    assert [duration(s) for s in (0.25, 59, 61, 3661, 90000)] == ["0.25 s", "59 s", "1 min 1 s", "1 h 1 min", "1 d 1 h"]
+    assert [duration(s) for s in (0.25, 59, 61, 3661, 90000)] == [
+        "0.25 s",
+        "59 s",
+        "1 min 1 s",
+        "1 h 1 min",
+        "1 d 1 h",
+    ]
     assert gigabytes(1.5e9) == "1.50 GB"
 
 
-DEMO = ["--config", "configs/demo.yaml", "--model.tiny_vocabulary", "300", "--batch.micro_batch_size", "4"]
+DEMO = [
+    "--config",
+    "configs/demo.yaml",
+    "--model.tiny_vocabulary",
+    "300",
+    "--batch.micro_batch_size",
+    "4",
+]
 
 
 def test_plan_command_measures_and_writes_json(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed memory goes back, so the peak is a line in B
+    monkeypatch.setenv(
+        "MALLOC_MMAP_THRESHOLD_", "65536"
+    )  # freed memory goes back, so the peak is a line in B
     output = tmp_path / "plan.json"
     extra = ["--methods", "cont_accum", "--memory", "4GB", "--output", str(output)]
     assert main(["plan", *DEMO, *extra]) == 0
@@ -154,9 +179,14 @@ def test_a_micro_batch_with_blocks_below_32_mb_is_predicted_within_a_tenth():
 
 
 def test_on_a_gpu_the_first_measured_push_opens_a_block(tmp_path):
-    """Opening a block needs memory. On a CPU no block is opened, because only time is measured there."""
+    """Opening a block needs memory.
+
+    On a CPU no block is opened, because only time is measured there.
+    """
     changes = {"bank.size": 600, "data.hard_negatives": 0, "batch.micro_batch_size": 4}
-    probe = Probe(train_config(write_beir(tmp_path / "data"), tmp_path / "run", "cont_accum", **changes))
+    probe = Probe(
+        train_config(write_beir(tmp_path / "data"), tmp_path / "run", "cont_accum", **changes)
+    )
     ids = RowIds(torch.arange(4).unsqueeze(1), torch.arange(4).unsqueeze(1))
     for device, opens in (("cpu", False), ("meta", True)):
         probe.engine.device = torch.device(device)
@@ -172,14 +202,21 @@ def test_on_a_gpu_the_first_measured_push_opens_a_block(tmp_path):
 def test_peak_is_measured_with_the_longest_query_and_the_longest_passage(tmp_path, monkeypatch):
     """They belong to different pairs here, and a micro-batch is padded to both."""
     data = write_beir(tmp_path / "data", queries=60)
-    for name, rows, words in (("queries", [7], "why " * 10), ("corpus", range(30, 60), "then " * 20)):
+    for name, rows, words in (
+        ("queries", [7], "why " * 10),
+        ("corpus", range(30, 60), "then " * 20),
+    ):
         lines = [json.loads(line) for line in (data / f"{name}.jsonl").read_text().splitlines()]
         for row in rows:
             lines[row]["text"] += " " + words
         (data / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     changes = {"batch.global_batch_size": 4, "batch.micro_batch_size": 2, "data.hard_negatives": 0}
-    monkeypatch.setattr("datasets.arrow_dataset.Column.__iter__", None)  # takes 20 s for a million strings
-    queries = Probe(train_config(data, tmp_path / "run", "cont_accum", **changes)).longest.queries["text"][:]
+    monkeypatch.setattr(
+        "datasets.arrow_dataset.Column.__iter__", None
+    )  # takes 20 s for a million strings
+    queries = Probe(train_config(data, tmp_path / "run", "cont_accum", **changes)).longest.queries[
+        "text"
+    ][:]
     assert len(queries) == 16
     assert sum("why why" in text for text in queries) == 1  # 30 pairs have more characters
     assert sum(int(text.split()[7]) >= 30 for text in queries) >= 8

@@ -27,13 +27,24 @@ from contaccum.experiments.study_report import StudyResult, write_report
 
 
 def folder(
-    path: Path, method: str, seconds: list[float], score: float = 0.25, evaluations=None, every=1, **changes
+    path: Path,
+    method: str,
+    seconds: list[float],
+    score: float = 0.25,
+    evaluations=None,
+    every=1,
+    **changes,
 ) -> Path:
     """A run of len(seconds) logged steps, ``every`` steps apart, with dev scores by step."""
     path.mkdir()
     (path / "config.yaml").write_text(to_yaml(train_config(Path("data"), path, method, **changes)))
-    per_query = {f"q{i}": {"ndcg@10": score + (0.1 if i % 2 else -0.1) * (i % 3)} for i in range(12)}
-    mean = {"ndcg@10": sum(values["ndcg@10"] for values in per_query.values()) / 12, "recall@100": 0.5}
+    per_query = {
+        f"q{i}": {"ndcg@10": score + (0.1 if i % 2 else -0.1) * (i % 3)} for i in range(12)
+    }
+    mean = {
+        "ndcg@10": sum(values["ndcg@10"] for values in per_query.values()) / 12,
+        "recall@100": 0.5,
+    }
     (path / "metrics.json").write_text(json.dumps({"mean": mean, "per_query": per_query}))
     lines = []
     for n, value in enumerate(seconds):
@@ -56,9 +67,24 @@ def cells(markdown: str) -> list[list[str]]:
 
 
 def test_medians_exclude_the_first_step(tmp_path):
-    run = load_run_record(folder(tmp_path / "run", "cont_accum", [9.0, 2.0, 4.0, 1.0], evaluations={1: 0.2}))
+    run = load_run_record(
+        folder(tmp_path / "run", "cont_accum", [9.0, 2.0, 4.0, 1.0], evaluations={1: 0.2})
+    )
     row = runs_table([run], "ndcg@10").rows[0]
-    assert row == ["run", "cont_accum", "16", "4", "12", "0.2500", "2.000", "8.0", "4", "32.1", "4.50", "7.0"]
+    assert row == [
+        "run",
+        "cont_accum",
+        "16",
+        "4",
+        "12",
+        "0.2500",
+        "2.000",
+        "8.0",
+        "4",
+        "32.1",
+        "4.50",
+        "7.0",
+    ]
     assert run.train_seconds == 16.0
     assert run.peak_memory == 4 * 2**20
     assert run.waited == 3 * 0.75 / 7.0
@@ -82,7 +108,10 @@ def test_log_line_covers_the_steps_since_the_previous_line(tmp_path):
 
 
 def test_share_of_waiting_counts_all_steps_of_a_line_equally(tmp_path):
-    """The last line of a log often covers fewer steps. Here, steps 11 to 20 wait half of the time, and step 21 never waits."""
+    """The last line of a log often covers fewer steps.
+
+    Here, steps 11 to 20 wait half of the time, and step 21 never waits.
+    """
     run = folder(tmp_path / "run", "cont_accum", [1.0] * 3)
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     for line, step, waited in zip(lines, (10, 20, 21), (1.0, 0.5, 0.0), strict=True):
@@ -94,7 +123,9 @@ def test_share_of_waiting_counts_all_steps_of_a_line_equally(tmp_path):
 def test_evaluation_between_two_logged_steps_has_a_time(tmp_path):
     path = folder(tmp_path / "run", "grad_accum", [1.0, 2.0], every=5)
     with open(path / "log.jsonl", "a") as log:
-        log.writelines(json.dumps({"step": step, "dev": {"ndcg@10": step / 10}}) + "\n" for step in (2, 6, 11))
+        log.writelines(
+            json.dumps({"step": step, "dev": {"ndcg@10": step / 10}}) + "\n" for step in (2, 6, 11)
+        )
     run = load_run_record(path)
     assert run.evaluation_times == {2: 2.0, 6: 7.0}  # no line says when step 11 ended
     assert score_at(run, 7.0, "ndcg@10") == (6, 0.6)
@@ -102,16 +133,24 @@ def test_evaluation_between_two_logged_steps_has_a_time(tmp_path):
 
 def test_settings_that_differ_are_not_rounded(tmp_path):
     """A rate of 2e-05 was once shown as 0.0, and temperatures of 0.05 and 0.1 were both 0.1, so their row was missing."""
-    runs = [folder(tmp_path / t, "grad_cache", [1.0], **{"model.temperature": float(t)}) for t in ("0.05", "0.1")]
+    runs = [
+        folder(tmp_path / t, "grad_cache", [1.0], **{"model.temperature": float(t)})
+        for t in ("0.05", "0.1")
+    ]
     table = settings_table(group_runs([load_run_record(run) for run in runs]))
     assert table.rows == [["model.temperature", "0.05", "0.1"]]
 
 
 def test_equal_time_counts_every_seed_of_the_fastest_setting_to_its_end(tmp_path):
-    """The seeds end after 1 s and 3 s. With their mean as the limit, the last score of the slower one would not count."""
+    """The seeds end after 1 s and 3 s.
+
+    With their mean as the limit, the last score of the slower one would not count.
+    """
     for seed, seconds in enumerate((1.0, 3.0)):
         folder(tmp_path / f"{seed}", "grad_cache", [seconds], evaluations={1: 0.5}, seed=seed)
-    limit, table = equal_time(group_runs([load_run_record(tmp_path / name) for name in "01"]), "ndcg@10")
+    limit, table = equal_time(
+        group_runs([load_run_record(tmp_path / name) for name in "01"]), "ndcg@10"
+    )
     assert limit == 3.0
     assert table.rows == [["grad_cache", "0.5000", "0.0000", "2", "1", "2.0"]]
 
@@ -130,13 +169,22 @@ def test_runs_without_log_or_metrics_have_empty_cells(tmp_path):
 
 
 def test_console_shows_seven_columns_and_the_best_run_first(tmp_path):
-    runs = [str(folder(tmp_path / name, "grad_cache", [1.0, 1.0], score)) for name, score in (("a", 0.2), ("b", 0.4))]
+    runs = [
+        str(folder(tmp_path / name, "grad_cache", [1.0, 1.0], score))
+        for name, score in (("a", 0.2), ("b", 0.4))
+    ]
     lines = cells(console_report(runs, "ndcg@10", None, None))
     assert lines[0] == ["run", "method", "ndcg@10", "s/step", "peak MiB", "grad ratio", "negatives"]
     assert [line[0] for line in lines[2:]] == ["b", "a"]
     assert lines[2] == ["b", "grad_cache", "0.4000", "1.000", "2", "-", "7.0"]
     wide = cells(console_report(runs, "ndcg@10", None, None, wide=True))
-    assert [column for column in wide[0] if column not in lines[0]] == ["N", "B", "bank", "pairs/s", "wait %"]
+    assert [column for column in wide[0] if column not in lines[0]] == [
+        "N",
+        "B",
+        "bank",
+        "pairs/s",
+        "wait %",
+    ]
 
 
 def test_runs_on_different_test_queries_cause_a_warning(tmp_path, recwarn):
@@ -147,7 +195,8 @@ def test_runs_on_different_test_queries_cause_a_warning(tmp_path, recwarn):
     metrics["per_query"]["another"] = metrics["per_query"].pop("q0")
     (runs[1] / "metrics.json").write_text(json.dumps(metrics))
     with pytest.warns(
-        UserWarning, match=r"different test queries \(.*a has 12 queries, .*b has 12 queries\); their metrics"
+        UserWarning,
+        match=r"different test queries \(.*a has 12 queries, .*b has 12 queries\); their metrics",
     ):
         console_report(list(map(str, runs)), "ndcg@10", None, None)
 
@@ -155,12 +204,24 @@ def test_runs_on_different_test_queries_cause_a_warning(tmp_path, recwarn):
 def study(tmp_path: Path):
     """Two seeds of grad_cache and of cont_accum with two bank sizes; the smaller bank is faster and scores lower."""
     for seed in (0, 1):
-        folder(tmp_path / f"g{seed}", "grad_cache", [3.0] * 4, 0.50 + 0.02 * seed, {2: 0.3, 4: 0.5}, seed=seed)
+        folder(
+            tmp_path / f"g{seed}",
+            "grad_cache",
+            [3.0] * 4,
+            0.50 + 0.02 * seed,
+            {2: 0.3, 4: 0.5},
+            seed=seed,
+        )
         for size, score in ((16, 0.40), (24, 0.60)):
             changes = {"seed": seed, "bank.size": size}
             evaluations = {1: 0.1, 2: 0.2 + seed / 10, 4: 0.6}
             folder(
-                tmp_path / f"c{size}-{seed}", "cont_accum", [size / 8] * 4, score + 0.01 * seed, evaluations, **changes
+                tmp_path / f"c{size}-{seed}",
+                "cont_accum",
+                [size / 8] * 4,
+                score + 0.01 * seed,
+                evaluations,
+                **changes,
             )
     return [load_run_record(path) for path in sorted(tmp_path.iterdir())]
 
@@ -175,7 +236,9 @@ def test_runs_that_differ_only_in_the_seed_form_one_group(tmp_path):
 
 
 def test_a_baseline_whose_folder_has_the_name_of_a_method_is_its_own_group(tmp_path):
-    trained = [load_run_record(folder(tmp_path / f"run{n}", "grad_cache", [1.0], seed=n)) for n in (1, 2)]
+    trained = [
+        load_run_record(folder(tmp_path / f"run{n}", "grad_cache", [1.0], seed=n)) for n in (1, 2)
+    ]
     file = tmp_path / "grad_cache"
     file.mkdir()
     (file / "metrics.json").write_text((trained[0].folder / "metrics.json").read_text())
@@ -198,7 +261,10 @@ def test_metrics_files_are_named_after_their_folders(tmp_path):
 
 
 def test_runs_without_a_score_come_after_runs_with_score_0(tmp_path):
-    missing, zero = (load_run_record(folder(tmp_path / n, "grad_cache", [1.0], seed=i)) for i, n in enumerate("ab"))
+    missing, zero = (
+        load_run_record(folder(tmp_path / n, "grad_cache", [1.0], seed=i))
+        for i, n in enumerate("ab")
+    )
     runs = [replace(missing, metrics=None), replace(zero, metrics={"mean": {"ndcg@10": 0.0}})]
     assert [row[0] for row in runs_table(runs, "ndcg@10").rows] == ["b", "a"]
     labels = {run.folder: run.name for run in runs}
@@ -218,7 +284,10 @@ def test_results_of_a_single_test_query_are_valid_json(tmp_path):
 
 def test_line_breaks_and_bars_in_cells_do_not_change_the_table(tmp_path):
     prefix = {"model.query_prefix": "Instruct: find\nQuery: "}
-    runs = [folder(tmp_path / "a|b", "grad_cache", [1.0], **prefix), folder(tmp_path / "c", "grad_cache", [1.0])]
+    runs = [
+        folder(tmp_path / "a|b", "grad_cache", [1.0], **prefix),
+        folder(tmp_path / "c", "grad_cache", [1.0]),
+    ]
     records = [load_run_record(run) for run in runs]
     lines = quality(group_runs(records), "ndcg@10").markdown().splitlines()
     assert len(lines) == 4
@@ -238,14 +307,19 @@ def test_mean_deviation_and_reference_equal_hand_computed_values(tmp_path):
     ]
     runs = {run.folder for group in groups if group.method == "cont_accum" for run in group.runs}
     found = differences(groups, "ndcg@10", runs)
-    assert {one.reference.label for one in found} == {"cont_accum size=24"}  # the best of the method's settings
+    assert {one.reference.label for one in found} == {
+        "cont_accum size=24"
+    }  # the best of the method's settings
     assert [round(one.found.difference, 4) for one in found] == [-0.2, -0.095]
     assert all(one.p_permutation >= one.found.p_permutation for one in found)
     assert found[0].p_permutation == pytest.approx(min(1.0, 2 * found[0].found.p_permutation))
 
 
 def test_equal_time_uses_the_last_evaluation_before_the_fastest_run_ends(tmp_path):
-    """The fastest setting takes 8 s. At 3 s per step the others end step 2 by then, with scores 0.3, and 0.2 and 0.3."""
+    """The fastest setting takes 8 s.
+
+    At 3 s per step the others end step 2 by then, with scores 0.3, and 0.2 and 0.3.
+    """
     runs = study(tmp_path)
     seconds, table = equal_time(group_runs(runs), "ndcg@10")
     assert seconds == 8.0
@@ -268,7 +342,9 @@ def test_equal_memory_classes_equal_hand_computed_ones(tmp_path):
         run = folder(tmp_path / name, method, [1.0], score)
         line = json.loads((run / "log.jsonl").read_text())
         (run / "log.jsonl").write_text(json.dumps({**line, "peak_memory": peak * 2**20}) + "\n")
-    rows = equal_memory(group_runs([load_run_record(tmp_path / name) for name in "abc"]), "ndcg@10").rows
+    rows = equal_memory(
+        group_runs([load_run_record(tmp_path / name) for name in "abc"]), "ndcg@10"
+    ).rows
     assert [row[:4] for row in rows] == [
         ["100 to 105", "grad_cache", "16", "104"], ["100 to 105", "grad_accum", "16", "100"],
         ["106 to 111", "in_batch", "16", "106"],
@@ -280,10 +356,17 @@ def test_each_global_batch_size_has_its_own_reference(tmp_path):
                                       ("d", "grad_accum", 32, 0.3)):  # fmt: skip
         folder(tmp_path / name, method, [1.0], score, **{"batch.global_batch_size": size})
     groups = group_runs([load_run_record(tmp_path / name) for name in "abcd"])
-    reference = {run.folder for group in groups if group.method == "grad_cache" for run in group.runs}
+    reference = {
+        run.folder for group in groups if group.method == "grad_cache" for run in group.runs
+    }
     found = differences(groups, "ndcg@10", reference)
-    assert [(one.group.runs[0].name, one.reference.runs[0].name) for one in found] == [("b", "a"), ("d", "c")]
-    across = differences(groups, "ndcg@10", reference, equal_batch=False)  # as at equal budget: one reference for all
+    assert [(one.group.runs[0].name, one.reference.runs[0].name) for one in found] == [
+        ("b", "a"),
+        ("d", "c"),
+    ]
+    across = differences(
+        groups, "ndcg@10", reference, equal_batch=False
+    )  # as at equal budget: one reference for all
     assert len({one.reference.label for one in across}) == 1
     assert len(across) == 3
 
@@ -291,9 +374,12 @@ def test_each_global_batch_size_has_its_own_reference(tmp_path):
 def test_a_baseline_is_the_reference_at_each_global_batch_size(tmp_path):
     """As in the report of contaccum auto, which once tested BM25 against the untrained model, but not the trained model."""
     runs = [
-        folder(tmp_path / name, "grad_cache", [1.0], **{"batch.global_batch_size": int(name)}) for name in ("16", "32")
+        folder(tmp_path / name, "grad_cache", [1.0], **{"batch.global_batch_size": int(name)})
+        for name in ("16", "32")
     ]
-    baselines = [folder(tmp_path / name, "grad_cache", [1.0], 0.1) for name in ("bm25", "untrained")]
+    baselines = [
+        folder(tmp_path / name, "grad_cache", [1.0], 0.1) for name in ("bm25", "untrained")
+    ]
     for each in baselines:
         (each / "config.yaml").unlink()
     groups = group_runs([load_run_record(each) for each in (*runs, *baselines)])
@@ -310,14 +396,21 @@ def test_long_curves_are_averaged_over_neighbouring_steps(tmp_path):
     assert len(steps) == 234
     assert (low == mean).all()
     assert (mean == high).all()
-    assert {plot.name for plot in draw_all(groups, "ndcg@10")} == {"metric-time", "metric-memory", "loss", "grad-ratio"}
+    assert {plot.name for plot in draw_all(groups, "ndcg@10")} == {
+        "metric-time",
+        "metric-memory",
+        "loss",
+        "grad-ratio",
+    }
 
 
 def test_tex_characters_in_the_name_of_a_run_are_drawn_as_they_are(tmp_path, monkeypatch):
     names = ["$_{", "run $x^$ \\frac{"]
     groups = []
     for number, name in enumerate(names):
-        groups += group_runs([load_run_record(folder(tmp_path / name, "grad_accum", [1.0] * 3, seed=number))])
+        groups += group_runs(
+            [load_run_record(folder(tmp_path / name, "grad_accum", [1.0] * 3, seed=number))]
+        )
         groups[-1].label = name
     assert all(plot.png.startswith(b"\x89PNG") for plot in draw_all(groups, "ndcg@10"))
     monkeypatch.setitem(STYLE, "text.parse_math", True)
@@ -341,7 +434,9 @@ def test_missing_files_and_metrics_are_named(tmp_path):
     with pytest.raises(InputError, match=r"no metric 'top20'; expected one of ndcg@10, recall@100"):
         console_report([str(run)], "top20", None, None)
     file = run / "metrics.json"
-    with pytest.raises(InputError, match=rf"^{re.escape(str(file))}: no metric 'ndcg@7'; expected one of ndcg@10"):
+    with pytest.raises(
+        InputError, match=rf"^{re.escape(str(file))}: no metric 'ndcg@7'; expected one of ndcg@10"
+    ):
         console_report([str(file)], "ndcg@7", None, None)
 
 
@@ -350,10 +445,13 @@ def test_missing_files_and_metrics_are_named(tmp_path):
     [
         ("metrics.json", "[1]", "found array; object is expected"),
         ("metrics.json", "{}", "the field 'mean' is missing"),
-        ("metrics.json", '{"mean": {"ndcg@10": "high"}}', r"mean\[\.\.\.\]: found str; float is expected"),
+        ("metrics.json", '{"mean": {"ndcg@10": "high"}}', r"mean\[\.\.\.\]: found str; float is "
+                                                          r"expected"),
         ("metrics.json", '{"mean": {"ndcg@10": NaN}}', "mean: a value is NaN or infinite"),
-        ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": [1]}', "per_query: found array; object is expected"),
-        ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": {"q": 5}}', "found int; object is expected"),
+        ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": [1]}', "per_query: found array; "
+                                                                       "object is expected"),
+        ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": {"q": 5}}', "found int; object is "
+                                                                            "expected"),
         ("metrics.json", '{"mean"', "line 1"),
         ("config.yaml", "method: best", "method is 'best'; expected one of in_batch, "),
         ("config.yaml", "[1]", "found a list"),
@@ -389,24 +487,34 @@ def test_verdict_names_the_best_setting_and_what_differs_from_the_reference(tmp_
     ):
         _, words = verdict(groups, "ndcg@10", [found[0]._replace(p_permutation=p, p_both=p)])
         assert words == (
-            f"Compared with {groups[0].label} over queries and seeds (corrected p below 0.05): {side}: {found[0].group.label}."
+            f"Compared with {groups[0].label} over queries and seeds (corrected p below 0.05): "
+            f"{side}: {found[0].group.label}."
         )
     assert "over queries (" in verdict(groups, "ndcg@10", [found[0]._replace(p_both=None)])[1]
 
 
 def test_verdict_says_for_each_setting_which_test_was_used(tmp_path):
-    """One setting has a single seed, so seeds are no part of its test. The sentence about the other setting stays the same."""
+    """One setting has a single seed, so seeds are no part of its test.
+
+    The sentence about the other setting stays the same.
+    """
     for name, method, seed, score in (
         ("a0", "grad_cache", 0, 0.3), ("a1", "grad_cache", 1, 0.31), ("b0", "cont_accum", 0, 0.4), ("b1", "cont_accum", 1, 0.44),
         ("c0", "grad_accum", 0, 0.2),
     ):  # fmt: skip
         folder(tmp_path / name, method, [1.0], score, seed=seed)
-    groups = group_runs([load_run_record(tmp_path / name) for name in ("a0", "a1", "b0", "b1", "c0")])
+    groups = group_runs(
+        [load_run_record(tmp_path / name) for name in ("a0", "a1", "b0", "b1", "c0")]
+    )
     found = differences(groups, "ndcg@10", {tmp_path / "a0"})
     assert [one.p_both is None for one in found] == [False, True]
-    found = [found[0]._replace(p_permutation=0.01, p_both=0.2), found[1]._replace(p_permutation=0.01)]
+    found = [
+        found[0]._replace(p_permutation=0.01, p_both=0.2),
+        found[1]._replace(p_permutation=0.01),
+    ]
     assert verdict(groups, "ndcg@10", found)[1:] == [
-        "Compared with grad_cache over queries and seeds (corrected p below 0.05): not significantly different: cont_accum.",
+        "Compared with grad_cache over queries and seeds (corrected p below 0.05): not "
+        "significantly different: cont_accum.",
         "Compared with grad_cache over queries (corrected p below 0.05): worse: grad_accum.",
     ]
 
@@ -414,12 +522,21 @@ def test_verdict_says_for_each_setting_which_test_was_used(tmp_path):
 def test_constant_age_is_a_sentence_and_no_plot(tmp_path):
     run = folder(tmp_path / "run", "cont_accum", [1.0, 1.0])
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    for oldest, sentence in ((1, "Age of all rows in the bank at the start of a step: 1 optimizer steps"), (2, None)):
+    for oldest, sentence in (
+        (1, "Age of all rows in the bank at the start of a step: 1 optimizer steps"),
+        (2, None),
+    ):
         aged = [{**line, "bank_age_mean": 1.0, "bank_age_max": oldest} for line in lines]
         (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in aged))
         groups = group_runs([load_run_record(run)])
-        assert (constant_age(groups) or "").startswith(sentence) if sentence else constant_age(groups) is None
-        assert ("bank-age" in {plot.name for plot in draw_all(groups, "ndcg@10")}) == (sentence is None)
+        assert (
+            (constant_age(groups) or "").startswith(sentence)
+            if sentence
+            else constant_age(groups) is None
+        )
+        assert ("bank-age" in {plot.name for plot in draw_all(groups, "ndcg@10")}) == (
+            sentence is None
+        )
 
 
 def test_log_axes_have_plain_numbers(tmp_path):
@@ -431,9 +548,14 @@ def test_log_axes_have_plain_numbers(tmp_path):
 def test_bank_sizes_are_plotted_with_the_labels_of_a_comparison_and_with_the_default_size(tmp_path):
     (tmp_path / "study").mkdir()
     runs = study(tmp_path / "study")
-    labels = {run.folder: f"cont_accum-size={run.config['bank.size']}" for run in runs if run.method == "cont_accum"}
+    labels = {
+        run.folder: f"cont_accum-size={run.config['bank.size']}"
+        for run in runs
+        if run.method == "cont_accum"
+    }
     default, large = (
-        load_run_record(folder(tmp_path / str(size), "cont_accum", [1.0], **{"bank.size": size})) for size in (None, 64)
+        load_run_record(folder(tmp_path / str(size), "cont_accum", [1.0], **{"bank.size": size}))
+        for size in (None, 64)
     )
     for groups, drawn in (
         (group_runs(runs, labels), True),

@@ -71,7 +71,8 @@ def gradients(method, **options) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("idea", "options"), [(Idea(), {}), (Idea(), {"row_weight": "current"}), (Idea(decay=0.7), {"age_decay": 0.7})]
+    ("idea", "options"),
+    [(Idea(), {}), (Idea(), {"row_weight": "current"}), (Idea(decay=0.7), {"age_decay": 0.7})],
 )
 def test_default_idea_equals_cont_accum(idea, options):
     ours = gradients(METHODS["cont_accum"], **options)
@@ -102,7 +103,16 @@ def test_reduced_set_has_the_judged_passages_and_the_sample(data, tmp_path, monk
     assert judged <= passages
     assert len(passages) == len(judged) + 5
     assert len(lines(data / "train" / "corpus.jsonl")) == 40
-    call(monkeypatch, cut.main, tmp_path / "whole", tmp_path / "held", "--held_out", 7, "--sample", -1)
+    call(
+        monkeypatch,
+        cut.main,
+        tmp_path / "whole",
+        tmp_path / "held",
+        "--held_out",
+        7,
+        "--sample",
+        -1,
+    )
     asked = [
         {line.split("\t")[0] for line in lines(tmp_path / "held" / s / "qrels" / f"{s}.tsv")[1:]}
         for s in ("train", "dev")
@@ -116,21 +126,33 @@ def test_disjoint_splits_share_no_passage_and_no_title(tmp_path, monkeypatch):
     whole = tmp_path / "whole"
     (whole / "qrels").mkdir(parents=True)
     # passages 2k and 2k + 1 have the same title; query i is about passage i % 12
-    passages = [{"_id": f"p{i}", "title": f"article {i // 2}", "text": f"text {i}"} for i in range(12)]
+    passages = [
+        {"_id": f"p{i}", "title": f"article {i // 2}", "text": f"text {i}"} for i in range(12)
+    ]
     queries = [{"_id": f"q{i}", "text": f"question {i}"} for i in range(40)]
     for name, rows in (("corpus", passages), ("queries", queries)):
         (whole / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for split, first, last in (("train", 0, 24), ("dev", 24, 31), ("test", 31, 40)):
         judged = [f"q{i}\tp{i % 12}\t1" for i in range(first, last)]
-        (whole / "qrels" / f"{split}.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *judged]) + "\n")
+        (whole / "qrels" / f"{split}.tsv").write_text(
+            "\n".join(["query-id\tcorpus-id\tscore", *judged]) + "\n"
+        )
 
-    def titles_and_queries(out: str, *options: str) -> tuple[dict[str, set[int]], dict[str, set[str]]]:
+    def titles_and_queries(
+        out: str, *options: str
+    ) -> tuple[dict[str, set[int]], dict[str, set[str]]]:
         call(monkeypatch, cut.main, whole, tmp_path / out, *options)
         rows = {
-            split: [line.split("\t") for line in lines(tmp_path / out / split / "qrels" / f"{split}.tsv")[1:]]
+            split: [
+                line.split("\t")
+                for line in lines(tmp_path / out / split / "qrels" / f"{split}.tsv")[1:]
+            ]
             for split in ("train", "dev", "test")
         }
-        titles = {split: {int(passage[1:]) // 2 for _, passage, _ in found} for split, found in rows.items()}
+        titles = {
+            split: {int(passage[1:]) // 2 for _, passage, _ in found}
+            for split, found in rows.items()
+        }
         return titles, {split: {query for query, *_ in found} for split, found in rows.items()}
 
     titles, asked = titles_and_queries("disjoint", "--disjoint")
@@ -147,12 +169,21 @@ def test_reduced_set_of_dpr_files_has_their_questions(tmp_path, monkeypatch):
     rows = [f"{n}\tthe text of {n}\ttitle {n}" for n in range(1, 9)]
     (tmp_path / "psgs_w100.tsv").write_text("\n".join(["id\ttext\ttitle", *rows]) + "\n")
     for part, numbers in (("train", range(1, 7)), ("dev", (7, 8))):
-        asked = [{"question": f"what is {n}", "positive_ctxs": [{"passage_id": n}]} for n in numbers]
+        asked = [
+            {"question": f"what is {n}", "positive_ctxs": [{"passage_id": n}]} for n in numbers
+        ]
         (tmp_path / f"xquad-{part}.json").write_text(json.dumps(asked))
     call(monkeypatch, cut.main, tmp_path, tmp_path / "small", "--held_out", 2)
-    assert lines(tmp_path / "small" / "test" / "qrels" / "test.tsv")[1:] == ["test0\t7\t1", "test1\t8\t1"]
-    assert json.loads(lines(tmp_path / "small" / "test" / "queries.jsonl")[1])["text"] == "what is 8"
-    assert [len(lines(tmp_path / "small" / s / "qrels" / f"{s}.tsv")) - 1 for s in ("train", "dev")] == [4, 2]
+    assert lines(tmp_path / "small" / "test" / "qrels" / "test.tsv")[1:] == [
+        "test0\t7\t1",
+        "test1\t8\t1",
+    ]
+    assert (
+        json.loads(lines(tmp_path / "small" / "test" / "queries.jsonl")[1])["text"] == "what is 8"
+    )
+    assert [
+        len(lines(tmp_path / "small" / s / "qrels" / f"{s}.tsv")) - 1 for s in ("train", "dev")
+    ] == [4, 2]
 
 
 @pytest.mark.parametrize(
@@ -172,11 +203,17 @@ def test_study_settings_can_be_trained_in_every_rung(name, budget):
         for candidate in row.candidates:
             # yaml reads 1e-05 as a text
             readers = {"optim.learning_rate": float}
-            changes = {key: readers.get(key, yaml.safe_load)(value) for key, value in row.changes(candidate).items()}
+            changes = {
+                key: readers.get(key, yaml.safe_load)(value)
+                for key, value in row.changes(candidate).items()
+            }
             if name != "methods-demo":
                 changes["model.name"] = "an encoder"
             config = train_config(
-                Path("d"), Path("o"), **changes, **{"batch.micro_batch_size": 8, "optim.max_steps": None}
+                Path("d"),
+                Path("o"),
+                **changes,
+                **{"batch.micro_batch_size": 8, "optim.max_steps": None},
             )
             validate(config)
             shortest = rung_shares(len(row.candidates), None)[0]
@@ -186,7 +223,12 @@ def test_study_settings_can_be_trained_in_every_rung(name, budget):
 
 
 def test_packed_runs_on_frozen_embeddings_can_be_read_again(data, tmp_path, monkeypatch):
-    few = {"optim.max_steps": 3, "batch.global_batch_size": 16, "batch.micro_batch_size": 4, "bank.size": 16}
+    few = {
+        "optim.max_steps": 3,
+        "batch.global_batch_size": 16,
+        "batch.micro_batch_size": 4,
+        "bank.size": 16,
+    }
     cases = [(name, {**few, "method": name}, Idea()) for name in ("grad_cache", "cont_accum")]
     monkeypatch.setattr(heads, "PARTS", {"few": lambda: iter(cases)})
     monkeypatch.chdir(ROOT)
@@ -195,12 +237,18 @@ def test_packed_runs_on_frozen_embeddings_can_be_read_again(data, tmp_path, monk
     random = np.random.default_rng(0)
     for split in ("train", "dev", "test"):
         for side, file in (("queries", "queries"), ("passages", "corpus")):
-            rows = random.standard_normal((len(lines(data / split / f"{file}.jsonl")), DIM)).astype(np.float32)
-            np.save(vectors / f"{split}-{side}.npy", rows / np.linalg.norm(rows, axis=1, keepdims=True))
+            rows = random.standard_normal((len(lines(data / split / f"{file}.jsonl")), DIM)).astype(
+                np.float32
+            )
+            np.save(
+                vectors / f"{split}-{side}.npy", rows / np.linalg.norm(rows, axis=1, keepdims=True)
+            )
     arguments = ("--data", data, "--model", "none", "--out", tmp_path / "runs", "--seeds", 2)
     call(monkeypatch, heads.main, *arguments)
     found = sorted(path.name for path in (tmp_path / "runs" / "heads-small" / "runs").iterdir())
-    assert found == [f"{name}-seed{seed}.json" for name in ("cont_accum", "grad_cache") for seed in (0, 1)]
+    assert found == [
+        f"{name}-seed{seed}.json" for name in ("cont_accum", "grad_cache") for seed in (0, 1)
+    ]
     call(monkeypatch, pack.main, tmp_path / "runs", tmp_path / "study.jsonl.gz")
     runs = tables.read_pack(tmp_path / "study.jsonl.gz")["heads-small"]
     assert [run.config["method"] for run in runs] == ["cont_accum"] * 2 + ["grad_cache"] * 2
@@ -212,7 +260,9 @@ def test_packed_runs_on_frozen_embeddings_can_be_read_again(data, tmp_path, monk
 
 
 def test_run_name_consists_of_setting_rate_and_seed():
-    run = tables.RunRecord(Path("cont_accum-size=64-learning_rate=3e-4-seed2"), {}, [], [], None, {})
+    run = tables.RunRecord(
+        Path("cont_accum-size=64-learning_rate=3e-4-seed2"), {}, [], [], None, {}
+    )
     assert tables.label(run) == "cont_accum size=64"
     assert tables.label(run, rate=True) == "cont_accum size=64 lr=3e-4"
 
@@ -222,7 +272,8 @@ def test_tables_of_the_page_equal_those_of_the_packed_runs():
     results = ROOT / "docs" / "results"
     studies = tables.read_pack(results / "study.jsonl.gz")
     main_page, tables_page = (
-        tables.MARKED.findall((results / name).read_text()) for name in ("study.md", "study_tables.md")
+        tables.MARKED.findall((results / name).read_text())
+        for name in ("study.md", "study_tables.md")
     )
     assert len(main_page) == 1
     assert len(tables_page) > 5
@@ -234,18 +285,33 @@ def test_tables_of_the_page_equal_those_of_the_packed_runs():
 @pytest.mark.acceptance
 def test_plot_shows_the_scores_of_the_tables_over_the_measured_time(tmp_path, monkeypatch):
     results = ROOT / "docs" / "results"
-    page, studies = (results / "study_tables.md").read_text(), tables.read_pack(results / "study.jsonl.gz")
+    page, studies = (
+        (results / "study_tables.md").read_text(),
+        tables.read_pack(results / "study.jsonl.gz"),
+    )
     for name in plots.SETS:
         for points in plots.points(studies, name).values():
             assert points == sorted(points)
-            assert all(re.search(rf"\| {score:.4f} +\| {deviation:.4f} +\|", page) for _, score, deviation in points)
-    assert all(f"{seconds:.3f} s" in page for of_set in plots.SECONDS.values() for seconds in of_set.values())
+            assert all(
+                re.search(rf"\| {score:.4f} +\| {deviation:.4f} +\|", page)
+                for _, score, deviation in points
+            )
+    assert all(
+        f"{seconds:.3f} s" in page
+        for of_set in plots.SECONDS.values()
+        for seconds in of_set.values()
+    )
     medquad = plots.points(studies, "medquad")["grad_cache"]
-    assert [seconds for seconds, _, _ in medquad] == pytest.approx([96 * 0.614, 112 * 0.614, 384 * 0.614])
+    assert [seconds for seconds, _, _ in medquad] == pytest.approx(
+        [96 * 0.614, 112 * 0.614, 384 * 0.614]
+    )
     call(monkeypatch, plots.main, results / "study.jsonl.gz", tmp_path)
     assert {path.stem for path in tmp_path.glob("*.svg")} == set(plots.PLOTS)
     drawn = (tmp_path / "study_time.svg").read_text()
-    assert all(f">{text}<" in drawn for text in (*plots.SETS.values(), *plots.LABELS.values(), "seconds of training"))
+    assert all(
+        f">{text}<" in drawn
+        for text in (*plots.SETS.values(), *plots.LABELS.values(), "seconds of training")
+    )
 
 
 def test_a_new_table_keeps_the_text_behind_it(tmp_path, monkeypatch):
@@ -271,13 +337,22 @@ def test_pack_contains_settings_log_and_scores_of_every_run():
 
 
 def test_the_quality_in_readme_is_that_of_the_study():
-    """README's table has one line per data set in each cell. Another test compares the study's table with the runs."""
+    """README's table has one line per data set in each cell.
+
+    Another test compares the study's table with the runs.
+    """
     readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/results/study.md"))
     (row,) = re.findall(r"^\| \[quality\].*$", readme, re.M)
     shown = [cell.strip().split("<br>") for cell in row.split("|")[2:5]]
     table = page.partition("<!-- table: 7168f -->")[2].partition("!")[0]
-    rows = {line.split("|")[1].strip(): line.split("|")[2:5] for line in table.splitlines() if line.startswith("| ")}
+    rows = {
+        line.split("|")[1].strip(): line.split("|")[2:5]
+        for line in table.splitlines()
+        if line.startswith("| ")
+    }
     sets = ("MedQuAD", "SciFact", "XQuAD")
     for method, cells in zip(("grad_accum", "cont_accum", "cont_cache replay"), shown, strict=True):
         differences = [re.search(r", (\S+ \(.*\))", cell)[1] for cell in rows[method]]
-        assert cells == [f"{name} {difference}" for name, difference in zip(sets, differences, strict=True)]
+        assert cells == [
+            f"{name} {difference}" for name, difference in zip(sets, differences, strict=True)
+        ]

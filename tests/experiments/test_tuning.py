@@ -17,10 +17,19 @@ FULL = Fraction(1)
 
 
 def steps(
-    budget: str, method: str, n: int, share: float = 1.0, part: Fraction = FULL, seconds: float | None = None, **batch
+    budget: str,
+    method: str,
+    n: int,
+    share: float = 1.0,
+    part: Fraction = FULL,
+    seconds: float | None = None,
+    **batch,
 ) -> int:
     """Return the number of steps that the budget allows, in micro-batches of 4 pairs. batch: other settings of the batch."""
-    sizes = {"batch.global_batch_size": n, **{f"batch.{name}": value for name, value in batch.items()}}
+    sizes = {
+        "batch.global_batch_size": n,
+        **{f"batch.{name}": value for name, value in batch.items()},
+    }
     config = train_config(Path("d"), Path("o"), method, **sizes, **{"replay.share": share})
     limit = limited(config, parse_budget(budget), part, seconds)
     assert limit.optim.max_steps is not None
@@ -28,7 +37,8 @@ def steps(
 
 
 @pytest.mark.parametrize(
-    ("method", "expected"),  # 6144 / (64 * 3) = 32, 6144 / (64 * 4 - 4) = 24.4, 6144 / (64 * 2.5) = 38.4
+    # 6144 / (64 * 3) = 32, 6144 / (64 * 4 - 4) = 24.4, 6144 / (64 * 2.5) = 38.4
+    ("method", "expected"),
     [
         ("in_batch", {1.0: 32, 0.5: 32}), ("grad_accum", {1.0: 32, 0.5: 32}), ("passage_bank", {1.0: 32, 0.5: 32}),
         ("cont_accum", {1.0: 32, 0.5: 32}), ("grad_cache", {1.0: 24, 0.5: 38}), ("cont_cache", {1.0: 24, 0.5: 38}),
@@ -40,7 +50,8 @@ def test_budget_in_forward_passes_gives_the_steps_computed_by_hand(method, expec
 
 def test_every_method_has_a_cost():
     costs = {
-        name: (spec.cost(16, 8, 0.3), spec.cost(16, 8), spec.cost(16, None)) for name, spec in METHOD_SPECS.items()
+        name: (spec.cost(16, 8, 0.3), spec.cost(16, 8), spec.cost(16, None))
+        for name, spec in METHOD_SPECS.items()
     }
     one_pass, two_pass = (3, 3, 3), (1.9, 3.5, 4)
     assert costs == {
@@ -55,16 +66,21 @@ def test_other_units_give_the_steps_computed_by_hand():
         assert steps("300u", method, 64) == 300
         assert steps("600s", method, 64, seconds=2.5) == 240
     assert steps("6144f", "grad_cache", 16) == 102  # 6144 / (16 * 4 - 4) = 102.4
-    assert steps("6144f", "grad_cache", 16, micro_batch_size=8) == 109  # 6144 / (16 * 4 - 8) = 109.7
+    assert (
+        steps("6144f", "grad_cache", 16, micro_batch_size=8) == 109
+    )  # 6144 / (16 * 4 - 8) = 109.7
     assert steps("6144f", "grad_cache", 16, micro_batch_tokens=512) == 96  # 6144 / (16 * 4)
     assert steps("6144f", "grad_cache", 64, part=Fraction(1, 3)) == 8
-    assert steps("110f", "grad_cache", 5, 0.4) == 10  # 1 + 3 * 0.4 is 2.2000000000000002 in floating point
+    assert (
+        steps("110f", "grad_cache", 5, 0.4) == 10
+    )  # 1 + 3 * 0.4 is 2.2000000000000002 in floating point
 
 
 def test_budget_that_pays_for_no_step_is_refused():
     with pytest.raises(
         InputError,
-        match=r"one step of grad_cache costs 252 forward passes of a pair, but a run may cost at most 227\.556",
+        match=r"one step of grad_cache costs 252 forward passes of a pair, but a run may cost at "
+        r"most 227\.556",
     ):
         steps("6144f", "grad_cache", 64, part=Fraction(1, 27))
 
@@ -84,14 +100,24 @@ def test_without_budget_a_rung_shortens_steps_or_epochs():
 
 
 def grid(count: int) -> Variant:
-    return Variant("one", "cont_accum", (), tuple((("optim.learning_rate", f"{n + 1}e-5"),) for n in range(count)))
+    return Variant(
+        "one",
+        "cont_accum",
+        (),
+        tuple((("optim.learning_rate", f"{n + 1}e-5"),) for n in range(count)),
+    )
 
 
 def halved(count: int, rungs: int | None = None, score=lambda rate, share: rate) -> Tuned:
     """Tune with scores computed from the learning rate and the share of the budget."""
     setting = grid(count)
     tuned = Tuned(setting, rung_shares(count, rungs))
-    tune([tuned], lambda runs: [score(float(dict(values)["optim.learning_rate"]), share) for _, values, share in runs])
+    tune(
+        [tuned],
+        lambda runs: [
+            score(float(dict(values)["optim.learning_rate"]), share) for _, values, share in runs
+        ],
+    )
     return tuned
 
 
@@ -108,7 +134,9 @@ def test_best_combination_survives_every_rung():
     assert tuned.trained == [30, 8, 2]
     assert dict(tuned.chosen)["optim.learning_rate"] == "30e-5"
     # negative control: a score that turns round after the first rung keeps only what was best there
-    turned = halved(30, score=lambda rate, share: rate if share < Fraction(1, 9) + Fraction(1, 100) else -rate)
+    turned = halved(
+        30, score=lambda rate, share: rate if share < Fraction(1, 9) + Fraction(1, 100) else -rate
+    )
     assert dict(turned.chosen)["optim.learning_rate"] == "23e-5"
 
 
@@ -121,28 +149,48 @@ def test_failed_combinations_are_no_candidates():
 
 def test_optimum_at_the_edge_of_a_range_is_marked():
     assert halved(3).edges() == ["optim.learning_rate"]
-    assert halved(3, score=lambda rate, share: -abs(rate - 2e-5)).edges() == []  # negative control: in the middle
-    shares = Variant("r", "grad_cache", (), tuple((("replay.share", value),) for value in ("0.5", "0.7", "1")))
+    assert (
+        halved(3, score=lambda rate, share: -abs(rate - 2e-5)).edges() == []
+    )  # negative control: in the middle
+    shares = Variant(
+        "r", "grad_cache", (), tuple((("replay.share", value),) for value in ("0.5", "0.7", "1"))
+    )
     for best, marked in (("0.5", ["replay.share"]), ("1", [])):  # a share above 1 does not exist
         tuned = Tuned(shares, rung_shares(3, None))
-        tune([tuned], lambda runs, best=best: [float(dict(values)["replay.share"] == best) for _, values, _ in runs])
+        tune(
+            [tuned],
+            lambda runs, best=best: [
+                float(dict(values)["replay.share"] == best) for _, values, _ in runs
+            ],
+        )
         assert tuned.edges() == marked
 
 
 def test_the_entrys_own_settings_can_be_chosen():
-    """An entry ``{}`` in a list of combinations changes no setting. If it is the best one, no run has failed."""
+    """An entry ``{}`` in a list of combinations changes no setting.
+
+    If it is the best one, no run has failed.
+    """
     variant = Variant("a", "grad_cache", (), ((), (("optim.learning_rate", "0.1"),)))
-    for best, words in (((), "-"), (variant.candidates[1], "optim.learning_rate=0.1"), (None, "all runs failed")):
+    for best, words in (
+        ((), "-"),
+        (variant.candidates[1], "optim.learning_rate=0.1"),
+        (None, "all runs failed"),
+    ):
         tuned = Tuned(variant, rung_shares(2, None))
         scores = {() if best is None else best: 1.0}
-        tune([tuned], lambda runs, scores=scores: [scores.get(values, 0.0) for _, values, _ in runs])
+        tune(
+            [tuned], lambda runs, scores=scores: [scores.get(values, 0.0) for _, values, _ in runs]
+        )
         if best is None:
             tuned.rungs = [{}]
         assert tuning_section([tuned], "ndcg@10").tables[0].rows[0][3] == words
 
 
 def test_settings_that_a_method_does_not_read_do_not_multiply_its_combinations():
-    tuned = read_values("--tune", ("bank.size=16,32", "replay.share=0.5,1", "optim.learning_rate=1,2,3"))
+    tuned = read_values(
+        "--tune", ("bank.size=16,32", "replay.share=0.5,1", "optim.learning_rate=1,2,3")
+    )
     counts = {one.label: len(one.candidates) for one in variants(list(METHOD_SPECS), {}, tuned)}
     assert counts == {
         "in_batch": 3, "grad_accum": 3, "grad_cache": 6, "passage_bank": 6, "cont_accum": 6, "cont_cache": 12,
@@ -179,7 +227,9 @@ def test_settings_file_gives_grids_and_lists_of_complete_settings(tmp_path):
 
 def test_dates_in_a_settings_file_are_texts(tmp_path):
     file = tmp_path / "methods.yaml"
-    file.write_text("cont_accum: {model.query_prefix: 2026-11-25, tune: {bank.size: [[2026-11-25], 64]}}")
+    file.write_text(
+        "cont_accum: {model.query_prefix: 2026-11-25, tune: {bank.size: [[2026-11-25], 64]}}"
+    )
     (row,) = read_settings(str(file), {})
     assert row.changes(row.candidates[0]) == {
         "method": "cont_accum", "model.query_prefix": "2026-11-25", "bank.size": '["2026-11-25"]',
@@ -191,12 +241,25 @@ def test_dates_in_a_settings_file_are_texts(tmp_path):
     [
         ("a: {bank.size: 4}", "a: method is 'a'; choose from in_batch"),
         ("cont_accum: 3", "cont_accum is 3; it must be a mapping"),
-        ("cont_accum: {bank.sise: 3}", "'bank.sise' is not a setting that changes the trained model"),
-        ("cont_accum: {tune: {bank.size: 3}}", "tune.bank.size is 3; it must be a non-empty list of values"),
+        (
+            "cont_accum: {bank.sise: 3}",
+            "'bank.sise' is not a setting that changes the trained model",
+        ),
+        (
+            "cont_accum: {tune: {bank.size: 3}}",
+            "tune.bank.size is 3; it must be a non-empty list of values",
+        ),
         ("cont_accum: {tune: 3}", "tune is 3; expected settings with lists of values"),
         ("[1]", "found a list"),
-        ("{}", "has no entries; expected names with settings, such as: grad_cache: {replay.share: 0.5}"),
-        ("a: {method: [grad_cache, cont_accum]}", "a: method is ['grad_cache', 'cont_accum']; choose from in_batch"),
+        (
+            "{}",
+            "has no entries; expected names with settings, such as: grad_cache: {replay.share: "
+            "0.5}",
+        ),
+        (
+            "a: {method: [grad_cache, cont_accum]}",
+            "a: method is ['grad_cache', 'cont_accum']; choose from in_batch",
+        ),
     ],
 )
 def test_wrong_settings_file_is_refused(tmp_path, text, sentence):

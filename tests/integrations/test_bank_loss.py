@@ -13,8 +13,12 @@ def losses() -> list[float]:
     loss.begin()
     found = []
     for _ in range(3):
-        queries, passages = (torch.rand(4, n, 8, generator=generator, dtype=torch.float32) for n in (1, 2))
-        found.append(loss(queries[:, 0], passages, torch.arange(8).view(4, 2), training=True).item())
+        queries, passages = (
+            torch.rand(4, n, 8, generator=generator, dtype=torch.float32) for n in (1, 2)
+        )
+        found.append(
+            loss(queries[:, 0], passages, torch.arange(8).view(4, 2), training=True).item()
+        )
         loss.end_step()
     return found
 
@@ -37,5 +41,7 @@ def test_a_misspelt_row_weight_is_refused():
 def test_passages_of_a_wrong_shape_are_refused(shape):
     loss = BankLoss(bank_size=8, similarity="dot")
     loss.begin()
-    with pytest.raises(InputError, match=r"queries have shape \(4, 8\), passages .*; expected \(B, d\) and"):
+    with pytest.raises(
+        InputError, match=r"queries have shape \(4, 8\), passages .*; expected \(B, d\) and"
+    ):
         loss(torch.rand(4, 8), torch.rand(shape), training=True)

@@ -39,7 +39,11 @@ class Retriever(LightningModule):
 
     def validation_step(self, batch: MicroBatch, index: int) -> None:
         queries, passages = self.encoder(batch)
-        self.log("loss", self.bank_loss(queries, passages, batch.ids.columns, training=False), batch_size=4)
+        self.log(
+            "loss",
+            self.bank_loss(queries, passages, batch.ids.columns, training=False),
+            batch_size=4,
+        )
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.gradients.append(gradients(self.encoder))
@@ -64,7 +68,9 @@ def batches() -> list[MicroBatch]:
     return found
 
 
-def fit(folder: Path, steps: int = STEPS, bank_size: int = 16, resume: str | None = None) -> Retriever:
+def fit(
+    folder: Path, steps: int = STEPS, bank_size: int = 16, resume: str | None = None
+) -> Retriever:
     module = Retriever(copy.deepcopy(tiny_encoder()), bank_size)
     trainer = Trainer(
         max_steps=steps, accumulate_grad_batches=K, accelerator="cpu", logger=False, enable_progress_bar=False,
@@ -83,7 +89,9 @@ def test_lightning_steps_equal_our_loop(tmp_path):
     own, losses = run_steps("cont_accum", steps, encoder=tiny_encoder(), bank_size=16)
     module = fit(tmp_path)
     assert largest_difference(own, module.gradients) < 1e-5
-    assert [sum(module.losses[i : i + K]) / K for i in range(0, len(found), K)] == pytest.approx(losses, abs=1e-5)
+    assert [sum(module.losses[i : i + K]) / K for i in range(0, len(found), K)] == pytest.approx(
+        losses, abs=1e-5
+    )
     assert (module.bank_loss.bank.fill, module.bank_loss.bank.step) == (16, STEPS)
     without = fit(tmp_path / "none", bank_size=0)  # negative control
     assert largest_difference(own, without.gradients) > 0.01

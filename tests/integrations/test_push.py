@@ -29,7 +29,12 @@ def run(tmp_path_factory) -> Path:
     """Training run with an evaluated model."""
     folder = tmp_path_factory.mktemp("push")
     data = write_beir(folder / "secret place" / "valleys")
-    changes = {"model.query_prefix": "ask: ", "data.dev": str(data), "run.eval_steps": 3, "run.metric": "recall@10"}
+    changes = {
+        "model.query_prefix": "ask: ",
+        "data.dev": str(data),
+        "run.eval_steps": 3,
+        "run.metric": "recall@10",
+    }
     changes["run.log_steps"] = 2
     train(train_config(data, folder / "run", **changes))
     metrics = evaluate(str(folder / "run" / "model"), str(data))
@@ -49,7 +54,9 @@ def test_card_shows_settings_and_scores(run):
     assert front["library_name"] == "sentence-transformers"
     assert "base_model" not in front
     metrics = json.loads((run / "metrics.json").read_text())["mean"]
-    told = {each["type"]: each["value"] for each in front["model-index"][0]["results"][0]["metrics"]}
+    told = {
+        each["type"]: each["value"] for each in front["model-index"][0]["results"][0]["metrics"]
+    }
     assert told["ndcg@10"] == pytest.approx(metrics["ndcg@10"], abs=1e-5)
     assert f"| ndcg@10 | {metrics['ndcg@10']:.4f} |" in body
     assert "| `bank.size` | `24` |" in body
@@ -71,7 +78,10 @@ def test_card_names_every_training_set_and_no_local_path(run, tmp_path):
         "nanobeir/nq",
         "hub:o/n",
     ]
-    config["data"] |= {"train": "", "mixture": [{"train": name, "split": f"s{i}"} for i, name in enumerate(names)]}
+    config["data"] |= {
+        "train": "",
+        "mixture": [{"train": name, "split": f"s{i}"} for i, name in enumerate(names)],
+    }
     config["loss"] |= {"guide": "/secret place/guide"}
     (copy / "config.yaml").write_text(yaml.safe_dump(config))
     metrics = json.loads((copy / "metrics.json").read_text())
@@ -94,7 +104,9 @@ def test_a_prefix_of_two_lines_stays_in_its_row(run, tmp_path):
     assert r"| `model.query_prefix` | `Instruct: find \| rank\r\nQuery: ` |" in body.splitlines()
 
 
-@pytest.mark.parametrize(("name", "base"), [("/bert", None), ("./bert", None), ("../bert", None), ("o/n", "o/n")])
+@pytest.mark.parametrize(
+    ("name", "base"), [("/bert", None), ("./bert", None), ("../bert", None), ("o/n", "o/n")]
+)
 def test_card_names_only_a_base_on_the_hub(name, base, run, tmp_path):
     """The folder of the base does not exist where the model is pushed; the Hub refuses its path."""
     copy = Path(shutil.copytree(run, tmp_path / "run"))
@@ -104,7 +116,9 @@ def test_card_names_only_a_base_on_the_hub(name, base, run, tmp_path):
     assert card_of(copy)[0].get("base_model") == base
 
 
-@pytest.mark.parametrize(("pooling", "similarity"), [("mean", "cosine"), ("cls", "dot"), ("last", "cosine")])
+@pytest.mark.parametrize(
+    ("pooling", "similarity"), [("mean", "cosine"), ("cls", "dot"), ("last", "cosine")]
+)
 def test_code_in_the_card_gives_equal_vectors(pooling, similarity, run, tmp_path):
     encoder = DualEncoder.load(run / "model", pooling=pooling, similarity=similarity)
     encoder.save(tmp_path / "model")
@@ -114,7 +128,9 @@ def test_code_in_the_card_gives_equal_vectors(pooling, similarity, run, tmp_path
     for block in blocks:
         found: dict = {}
         exec(block, found)
-        np.testing.assert_allclose(found["queries"], encoder.encode_queries(["how do I open a file"]), atol=1e-6)
+        np.testing.assert_allclose(
+            found["queries"], encoder.encode_queries(["how do I open a file"]), atol=1e-6
+        )
         passages = encoder.encode_passages(["Title and text of a passage"])
         np.testing.assert_allclose(found["passages"], passages, atol=1e-6)
 
@@ -149,14 +165,25 @@ class Hub(BaseHTTPRequestHandler):
             self.seen["repository"] = json.loads(body)
             return self.answer({"url": f"http://{self.headers['Host']}/{NAME}"})
         if self.path.endswith("/preupload/main"):
-            files = [{"path": each["path"], "uploadMode": "regular"} for each in json.loads(body)["files"]]
-            return self.answer({"files": [{**each, "shouldIgnore": False, "oid": None} for each in files]})
+            files = [
+                {"path": each["path"], "uploadMode": "regular"}
+                for each in json.loads(body)["files"]
+            ]
+            return self.answer(
+                {"files": [{**each, "shouldIgnore": False, "oid": None} for each in files]}
+            )
         if self.path == "/api/validate-yaml":
             return self.answer({"warnings": [], "errors": []})
         lines = [json.loads(line)["value"] for line in body.splitlines()]
-        self.seen["files"] = {line["path"]: base64.b64decode(line["content"]) for line in lines if "path" in line}
+        self.seen["files"] = {
+            line["path"]: base64.b64decode(line["content"]) for line in lines if "path" in line
+        }
         return self.answer(
-            {"commitUrl": f"http://{self.headers['Host']}/{NAME}/commit/1", "commitOid": "1", "hookOutput": ""}
+            {
+                "commitUrl": f"http://{self.headers['Host']}/{NAME}/commit/1",
+                "commitOid": "1",
+                "hookOutput": "",
+            }
         )
 
     def do_GET(self) -> None:
@@ -213,7 +240,11 @@ def test_push_uploads_the_folder_unchanged(run, hub, call):
     asked = Hub.seen["repository"]
     assert asked["name"] == "valley-retriever"
     assert asked.get("private") or asked["visibility"] == "private"
-    files = {path.relative_to(model).as_posix(): path.read_bytes() for path in model.rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(model).as_posix(): path.read_bytes()
+        for path in model.rglob("*")
+        if path.is_file()
+    }
     assert Hub.seen["files"] == files
     assert b"license: mit" in files["README.md"]
     assert f"/{NAME}/commit/1" in out

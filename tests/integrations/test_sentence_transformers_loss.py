@@ -34,7 +34,9 @@ def start(folder: Path, data: Path, similarity: str = "cosine", dropout: float =
     words = [(data / name).read_text() for name in ("corpus.jsonl", "queries.jsonl")]
     size = {"layers": 1, "width": 32, "vocabulary": 200, "max_length": 16}
     towers = [tiny_tower(words, "mean", seed=seed, **size) for seed in (0, 1)]
-    encoder = DualEncoder(*towers, EncoderSettings(similarity=similarity, max_query_length=16, max_passage_length=16))
+    encoder = DualEncoder(
+        *towers, EncoderSettings(similarity=similarity, max_query_length=16, max_passage_length=16)
+    )
     for tower in towers:
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             setattr(tower.backbone.config, name, dropout)
@@ -55,7 +57,9 @@ def rows_of(config: TrainConfig) -> list[dict[str, str]]:
     """Texts of our loop's micro-batches, in order."""
     train_set = open_train_set(config.data.train, "train", config.data.hard_negatives)
     encoder = DualEncoder.load(config.model.name)
-    batches = parts.build_batches(config, Engine(device="cpu", seed=config.seed), encoder, train_set)
+    batches = parts.build_batches(
+        config, Engine(device="cpu", seed=config.seed), encoder, train_set
+    )
     texts = dict(zip(train_set.queries["id"], train_set.queries["text"], strict=True))
     names = ["query", "positive", "negative"][: 2 + config.data.hard_negatives]
     passages = [f"{row['title']} {row['text']}" for row in train_set.passages]
@@ -63,7 +67,15 @@ def rows_of(config: TrainConfig) -> list[dict[str, str]]:
     for step in range(config.optim.max_steps):
         for batch in batches.step(step):
             for query, columns in zip(batch.query_ids, batch.ids.columns.tolist(), strict=True):
-                found.append(dict(zip(names, [texts[query], *(passages[each] for each in columns)], strict=True)))
+                found.append(
+                    dict(
+                        zip(
+                            names,
+                            [texts[query], *(passages[each] for each in columns)],
+                            strict=True,
+                        )
+                    )
+                )
     return found
 
 
@@ -87,12 +99,16 @@ class Taken:
     trainer: SentenceTransformerTrainer
 
 
-def take(model: Path, rows: list[dict[str, str]], output: Path, resume: str | None = None, **options) -> Taken:
+def take(
+    model: Path, rows: list[dict[str, str]], output: Path, resume: str | None = None, **options
+) -> Taken:
     trainer, losses = make_trainer(str(model), rows, str(output), **options)
     trainer.train(resume_from_checkpoint=resume)
     trainer.model.save(str(output / "model"), create_model_card=False)
     accumulated = options.get("accumulate", N // B)
-    return Taken(np.array(losses).reshape(-1, accumulated), DualEncoder.load(output / "model"), trainer)
+    return Taken(
+        np.array(losses).reshape(-1, accumulated), DualEncoder.load(output / "model"), trainer
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,11 +116,17 @@ def take(model: Path, rows: list[dict[str, str]], output: Path, resume: str | No
     [
         ("cont_accum", "cosine", 0.05, 0, {}),
         pytest.param("cont_accum", "dot", 1.0, 1, {}, marks=pytest.mark.acceptance),
-        pytest.param("passage_bank", "cosine", 0.05, 0, {"queries": False}, marks=pytest.mark.acceptance),
-        pytest.param("cont_cache", "cosine", 0.05, 0, {"mini_batch_size": B}, marks=pytest.mark.acceptance),
+        pytest.param(
+            "passage_bank", "cosine", 0.05, 0, {"queries": False}, marks=pytest.mark.acceptance
+        ),
+        pytest.param(
+            "cont_cache", "cosine", 0.05, 0, {"mini_batch_size": B}, marks=pytest.mark.acceptance
+        ),
     ],
 )
-def test_trainer_steps_equal_our_loop(method, similarity, temperature, hard, options, data, tmp_path):
+def test_trainer_steps_equal_our_loop(
+    method, similarity, temperature, hard, options, data, tmp_path
+):
     model = start(tmp_path / "start", data, similarity)
     changes = {"data.hard_negatives": hard, "model.temperature": temperature}
     config = own_config(model, data, tmp_path / "own", method=method, **changes)
@@ -112,7 +134,9 @@ def test_trainer_steps_equal_our_loop(method, similarity, temperature, hard, opt
     train(config)
     own = np.array([line["loss"] for line in read_log(tmp_path / "own")])
     loss = {"temperature": temperature, **options}
-    shape = {"batch": N, "accumulate": 1} if "mini_batch_size" in options else {}  # then a step is one batch, in pieces
+    shape = (
+        {"batch": N, "accumulate": 1} if "mini_batch_size" in options else {}
+    )  # then a step is one batch, in pieces
     found = take(model, rows, tmp_path / "theirs", loss=loss, **shape)
     means = found.losses.mean(1)
     assert np.abs(means - own).max() < 1e-5
@@ -144,14 +168,28 @@ def test_default_bank_size_is_one_step(plain, tmp_path):
     found = take(model, rows, tmp_path / "unsaid", steps=3, loss={"bank_size": None})
     said = take(model, rows, tmp_path / "said", steps=3, loss={"bank_size": N})
     assert (found.losses == said.losses).all()
-    assert found.trainer.loss.bank_loss.bank.fill == found.trainer.loss.get_config_dict()["bank_size"] == N
+    assert (
+        found.trainer.loss.bank_loss.bank.fill
+        == found.trainer.loss.get_config_dict()["bank_size"]
+        == N
+    )
     assert (found.losses != whole.losses[:3]).any()  # those met a bank of 24
 
 
 def test_evaluation_does_not_change_the_bank(plain, tmp_path):
     model, rows, whole = plain
-    seen = take(model, rows, tmp_path / "seen", steps=8, eval_rows=rows[:8], eval_strategy="steps", eval_steps=2)
-    evaluations = [entry["eval_loss"] for entry in seen.trainer.state.log_history if "eval_loss" in entry]
+    seen = take(
+        model,
+        rows,
+        tmp_path / "seen",
+        steps=8,
+        eval_rows=rows[:8],
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    evaluations = [
+        entry["eval_loss"] for entry in seen.trainer.state.log_history if "eval_loss" in entry
+    ]
     assert len(evaluations) == 4
     assert weights_apart(seen.encoder, whole.encoder) == 0
     banks = [taken.trainer.loss.bank_loss.bank for taken in (seen, whole)]
@@ -162,7 +200,9 @@ def test_evaluation_does_not_change_the_bank(plain, tmp_path):
     for part in (rows[:4], rows[4:8]):
         queries = torch.from_numpy(seen.encoder.encode_queries([row["query"] for row in part]))
         passages = torch.from_numpy(seen.encoder.encode_passages([row["positive"] for row in part]))
-        halves.append(torch.nn.functional.cross_entropy(queries @ passages.T / 0.05, torch.arange(4)).item())
+        halves.append(
+            torch.nn.functional.cross_entropy(queries @ passages.T / 0.05, torch.arange(4)).item()
+        )
     assert evaluations[-1] == pytest.approx(np.mean(halves), abs=1e-4)
 
 
@@ -176,15 +216,27 @@ def test_resumed_run_restores_the_bank(data, plain, tmp_path):
     assert weights_apart(again.encoder, whole.encoder) == 0
     np.testing.assert_array_equal(again.losses, whole.losses[4:])
     moved = checkpoint.rename(tmp_path / "moved")
-    other = take(model, rows, tmp_path / "other", str(moved), **saving, resume_from_checkpoint=str(moved))
+    other = take(
+        model, rows, tmp_path / "other", str(moved), **saving, resume_from_checkpoint=str(moved)
+    )
     assert weights_apart(other.encoder, whole.encoder) == 0
     tensors, numbers = read_bank(moved)
-    write_bank(moved, (tensors, {**numbers, "stored": 4, "pointer": 4}))  # negative control: most rows forgotten
-    poorer = take(model, rows, tmp_path / "poorer", str(moved), **saving, resume_from_checkpoint=str(moved))
+    write_bank(
+        moved, (tensors, {**numbers, "stored": 4, "pointer": 4})
+    )  # negative control: most rows forgotten
+    poorer = take(
+        model, rows, tmp_path / "poorer", str(moved), **saving, resume_from_checkpoint=str(moved)
+    )
     assert weights_apart(poorer.encoder, whole.encoder) > 1e-4
     with pytest.raises(InputError, match="bank of the checkpoint: its shapes"):
         take(
-            model, rows, tmp_path / "x", str(moved), **saving, resume_from_checkpoint=str(moved), loss={"bank_size": 32}
+            model,
+            rows,
+            tmp_path / "x",
+            str(moved),
+            **saving,
+            resume_from_checkpoint=str(moved),
+            loss={"bank_size": 32},
         )
     (moved / BANK_FILE).unlink()
     with pytest.raises(InputError, match="no bank found"):
@@ -195,11 +247,15 @@ def test_resumed_run_restores_the_bank(data, plain, tmp_path):
 def test_half_precision_training_stores_float32(data, plain, tmp_path):
     model, rows, whole = plain
     half = take(model, rows, tmp_path / "half", steps=8, bf16=True)
-    config = own_config(model, data, tmp_path / "own", **{"optim.max_steps": 8, "run.precision": "bf16"})
+    config = own_config(
+        model, data, tmp_path / "own", **{"optim.max_steps": 8, "run.precision": "bf16"}
+    )
     train(config)
     own = np.array([line["loss"] for line in read_log(tmp_path / "own")])
     assert np.abs(half.losses.mean(1) - own).max() < 1e-4
-    assert np.abs(half.losses - whole.losses).max() > 1e-5  # negative control: something was rounded
+    assert (
+        np.abs(half.losses - whole.losses).max() > 1e-5
+    )  # negative control: something was rounded
     bank = half.trainer.loss.bank_loss.bank
     assert bank.queries.dtype == torch.float32
     assert torch.isfinite(bank.passages).all()
@@ -208,7 +264,9 @@ def test_half_precision_training_stores_float32(data, plain, tmp_path):
 @pytest.mark.acceptance
 def test_two_processes_equal_one(plain, tmp_path):
     model, rows, whole = plain
-    cached = take(model, rows, tmp_path / "one", steps=8, batch=N, accumulate=1, loss={"mini_batch_size": 4})
+    cached = take(
+        model, rows, tmp_path / "one", steps=8, batch=N, accumulate=1, loss={"mini_batch_size": 4}
+    )
     jobs, ways = (
         {},
         {
@@ -218,14 +276,25 @@ def test_two_processes_equal_one(plain, tmp_path):
         },
     )
     for name, way in ways.items():
-        options = {"model": str(model), "rows": rows, "output": str(tmp_path / name), "steps": 8, **way}
+        options = {
+            "model": str(model),
+            "rows": rows,
+            "output": str(tmp_path / name),
+            "steps": 8,
+            **way,
+        }
         (tmp_path / f"{name}.json").write_text(json.dumps(options))
         jobs[name] = Job([str(tmp_path / f"{name}.json")], processes=2, worker="st_worker")
     outcomes = run_jobs(jobs, tmp_path / "jobs")
-    assert "ddp_find_unused_parameters is None, but the model has a Router" in outcomes["searched"].err[0]
+    assert (
+        "ddp_find_unused_parameters is None, but the model has a Router"
+        in outcomes["searched"].err[0]
+    )
     for name, one in (("pairs", whole), ("cached", cached)):
         outcomes[name].check()
-        losses = np.array(json.loads((tmp_path / name / "losses.json").read_text())).reshape(one.losses.shape)
+        losses = np.array(json.loads((tmp_path / name / "losses.json").read_text())).reshape(
+            one.losses.shape
+        )
         assert np.abs(losses - one.losses).max() < 1e-5, name
         assert weights_apart(DualEncoder.load(tmp_path / name / "model"), one.encoder) < 1e-5, name
     banks = [json.loads((tmp_path / "pairs" / f"bank-{rank}.json").read_text()) for rank in (0, 1)]
@@ -258,7 +327,9 @@ def test_equal_passages_are_masked(plain):
         columns = torch.cat([matrix, matrix], 1)  # the bank holds the same rows again
         if mask:
             columns[torch.arange(3), torch.arange(3, 6)] = -torch.inf
-        right = torch.nn.functional.cross_entropy(columns, torch.arange(3)).item()  # bank rows mirror the current ones
+        right = torch.nn.functional.cross_entropy(
+            columns, torch.arange(3)
+        ).item()  # bank rows mirror the current ones
         assert loss(features).item() == pytest.approx(right, abs=1e-5)
 
 
@@ -267,7 +338,9 @@ def test_batches_of_another_shape_are_refused():
     bank.begin()
     queries, passages = torch.randn(2, 16), torch.randn(2, 2, 16)
     bank(queries, passages, training=True)
-    with pytest.raises(InputError, match="a batch has 0 hard negatives per query, but the bank stores 1 per query"):
+    with pytest.raises(
+        InputError, match="a batch has 0 hard negatives per query, but the bank stores 1 per query"
+    ):
         bank(queries, passages[:, :1], training=True)
     with pytest.raises(InputError, match="the vectors have width 4, but the bank has width 16"):
         bank(queries[:, :4], passages[:, :, :4], training=True)
@@ -310,7 +383,9 @@ def test_resumed_bank_accepts_any_first_batch_and_temperature(first, temperature
     for rows in (first, 16, 16):
         take(rest, rows)
         queries, passages = rest.bank.queries, rest.bank.passages[:, 0]
-        plain = (queries @ passages.T / temperature).masked_fill(own_positives, -torch.inf).logsumexp(1)
+        plain = (
+            (queries @ passages.T / temperature).masked_fill(own_positives, -torch.inf).logsumexp(1)
+        )
         torch.testing.assert_close(rest.bank.logsumexp(), plain)
     other = (queries @ passages.T / (2 * temperature)).masked_fill(own_positives, -torch.inf)
     stale = other.logsumexp(1)  # negative control
@@ -335,10 +410,13 @@ def test_resumed_run_refuses_the_bank_of_another_run(data, plain, tmp_path):
     take(model, rows[::-1], tmp_path / "other", **saving)
     checkpoint = str(tmp_path / "run" / "checkpoint-4")
     with pytest.raises(
-        InputError, match=r"other/checkpoint-4: this checkpoint, whose bank would be used, is of another run"
+        InputError,
+        match=r"other/checkpoint-4: this checkpoint, whose bank would be used, is of another run",
     ):
         take(model, rows, tmp_path / "other", checkpoint, **saving)
-    again = take(model, rows, tmp_path / "other", checkpoint, **saving, resume_from_checkpoint=checkpoint)
+    again = take(
+        model, rows, tmp_path / "other", checkpoint, **saving, resume_from_checkpoint=checkpoint
+    )
     np.testing.assert_array_equal(again.losses, whole.losses[4:])
 
 
@@ -358,11 +436,14 @@ def test_wrong_options_and_calls_are_refused(data, plain, tmp_path):
     with pytest.raises(InputError, match="the loss is nan; it must be a finite number"):
         trainer.train()
     assert trainer.loss.bank_loss.bank.fill == 0
-    # what broke off inside an optimizer step leaves accelerate's updates switched off; our own runs after it are whole
+    # what broke off inside an optimizer step leaves accelerate's updates switched off; our own runs
+    # after it are whole
     assert not trainer.accelerator.gradient_state.sync_gradients
     config = own_config(model, data, tmp_path / "own", **{"optim.max_steps": 1})
     train(config)
-    assert weights_apart(DualEncoder.load(tmp_path / "own" / "model"), DualEncoder.load(model)) > 1e-5
+    assert (
+        weights_apart(DualEncoder.load(tmp_path / "own" / "model"), DualEncoder.load(model)) > 1e-5
+    )
 
 
 @pytest.mark.acceptance
@@ -371,7 +452,9 @@ def test_example_script_runs(data, tmp_path):
     tower = encoder.query_tower
     settings = EncoderSettings(max_query_length=16, max_passage_length=16, tie_towers=True)
     DualEncoder(tower, tower, settings).save(tmp_path / "one")
-    rows = rows_of(own_config(tmp_path / "start", data, tmp_path / "own", **{"optim.max_steps": 40}))
+    rows = rows_of(
+        own_config(tmp_path / "start", data, tmp_path / "own", **{"optim.max_steps": 40})
+    )
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     script = ROOT / "examples" / "sentence_transformers_contaccum.py"
     arguments = {
@@ -381,8 +464,17 @@ def test_example_script_runs(data, tmp_path):
     }
     call = [sys.executable, str(script), "--max_steps", "4"]
     call += [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
-    paths = {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(call, env={**os.environ, **paths}, capture_output=True, text=True, check=False)
+    paths = {
+        "PYTHONPATH": str(ROOT),
+        "HF_DATASETS_CACHE": str(tmp_path / "cache"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        call, env={**os.environ, **paths}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == f"{tmp_path}/run/final"
-    assert len(DualEncoder.load(tmp_path / "run" / "final").encode_queries(["where is the red fox"])) == 1
+    assert (
+        len(DualEncoder.load(tmp_path / "run" / "final").encode_queries(["where is the red fox"]))
+        == 1
+    )

@@ -23,10 +23,16 @@ def stories(draw):
     passages = st.integers(0, 6)
     pushes = []
     for length in lengths:
-        columns = [draw(st.lists(passages, min_size=1 + hard, max_size=1 + hard)) for _ in range(length)]
+        columns = [
+            draw(st.lists(passages, min_size=1 + hard, max_size=1 + hard)) for _ in range(length)
+        ]
         width = draw(st.integers(0, 3))
         known = [
-            [row[0], *draw(st.lists(passages | st.just(NO_PASSAGE), min_size=width, max_size=width))] for row in columns
+            [
+                row[0],
+                *draw(st.lists(passages | st.just(NO_PASSAGE), min_size=width, max_size=width)),
+            ]
+            for row in columns
         ]
         pushes.append(RowIds(torch.tensor(columns), torch.tensor(known)))
     return size, draw(st.integers(1, size)), hard, draw(st.booleans()), pushes
@@ -34,14 +40,19 @@ def stories(draw):
 
 def rows(number: int, length: int, hard: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(number)
-    return torch.randn(length, DIM, generator=generator), torch.randn(length, 1 + hard, DIM, generator=generator)
+    return torch.randn(length, DIM, generator=generator), torch.randn(
+        length, 1 + hard, DIM, generator=generator
+    )
 
 
 @settings(max_examples=50, deadline=None, derandomize=True, database=None)
 @given(stories())
 def test_the_ring_holds_the_newest_rows_and_their_exact_sums(story):
     size, push, hard, mask, pushes = story
-    bank, slow = make_bank(size, DIM, InfoNCE(0.5, mask), push=push, hard_negatives=hard), SlowBank(size)
+    bank, slow = (
+        make_bank(size, DIM, InfoNCE(0.5, mask), push=push, hard_negatives=hard),
+        SlowBank(size),
+    )
     for number, ids in enumerate(pushes):
         made = rows(number, len(ids.columns), hard)
         bank.push(*made, ids)
@@ -51,14 +62,20 @@ def test_the_ring_holds_the_newest_rows_and_their_exact_sums(story):
 
 def assert_alike(bank: Bank, slow: SlowBank, mask: bool) -> None:
     assert bank.fill == len(slow.rows)
-    order = [(bank.pointer - len(slow.rows) + place) % bank.size for place in range(len(slow.rows))]  # oldest first
+    order = [
+        (bank.pointer - len(slow.rows) + place) % bank.size for place in range(len(slow.rows))
+    ]  # oldest first
     assert bank.column_ids[order].tolist() == [ids for _, _, ids, *_ in slow.rows]
     assert [set(row) - {NO_PASSAGE} for row in bank.positives[order].tolist()] == [
         known for _, _, _, known, *_ in slow.rows
     ]
     assert torch.equal(bank.queries[order], torch.stack([query for query, *_ in slow.rows]))
-    assert torch.equal(bank.passages[order], torch.stack([torch.stack(own) for _, own, *_ in slow.rows]))
-    torch.testing.assert_close(bank.logsumexp()[order], plain_sums(slow, mask), rtol=1e-5, atol=1e-5)
+    assert torch.equal(
+        bank.passages[order], torch.stack([torch.stack(own) for _, own, *_ in slow.rows])
+    )
+    torch.testing.assert_close(
+        bank.logsumexp()[order], plain_sums(slow, mask), rtol=1e-5, atol=1e-5
+    )
 
 
 def plain_sums(slow: SlowBank, mask: bool) -> torch.Tensor:
@@ -119,7 +136,9 @@ def sorted_pairs(positives: torch.Tensor, column_ids: torch.Tensor) -> set[tuple
     first = torch.searchsorted(ids, wanted)
     counts = torch.searchsorted(ids, wanted, right=True) - first
     counts[wanted == NO_PASSAGE] = 0
-    row = torch.arange(len(positives)).repeat_interleave(positives.shape[1]).repeat_interleave(counts)
+    row = (
+        torch.arange(len(positives)).repeat_interleave(positives.shape[1]).repeat_interleave(counts)
+    )
     begin = (counts.cumsum(0) - counts).repeat_interleave(counts)
     column = order[first.repeat_interleave(counts) + torch.arange(len(row)) - begin]
     return set(zip(row.tolist(), column.tolist(), strict=True))
@@ -132,7 +151,9 @@ def assert_masks_alike(bank: Bank, ids: RowIds, part: slice) -> None:
     stored = bank.pairs(part)
     columns = bank.column_ids[part].flatten()
     assert positive_columns(current, stored) == sorted_pairs(ids.positives, columns)
-    assert positive_columns(stored, current) == sorted_pairs(bank.positives[part], ids.columns.flatten())
+    assert positive_columns(stored, current) == sorted_pairs(
+        bank.positives[part], ids.columns.flatten()
+    )
     own = {(row, row * (1 + hard)) for row in range(part.stop - part.start)}
     assert positive_columns(stored, stored) == sorted_pairs(bank.positives[part], columns) | own
 

@@ -16,30 +16,45 @@ PAIRS = 16
 
 
 def count_passes(tower: Tower) -> Callable[[], int]:
-    """Return a function that gives the passes of all texts through a tower so far. A backward pass of a text counts as 2."""
+    """Return a function that gives the passes of all texts through a tower so far.
+
+    A backward pass of a text counts as 2.
+    """
     texts = {"forward": 0, "backward": 0}
 
     def count(_tower, _inputs, output: torch.Tensor) -> None:
         texts["forward"] += len(output)  # (texts, d)
         if output.requires_grad:
-            output.register_hook(lambda gradient: texts.update(backward=texts["backward"] + len(gradient)))
+            output.register_hook(
+                lambda gradient: texts.update(backward=texts["backward"] + len(gradient))
+            )
 
     tower.register_forward_hook(count)
     return lambda: texts["forward"] + 2 * texts["backward"]
 
 
-def passes_of_a_pair(method: str, size: int, share: float = 1.0, hard_negatives: int = 0) -> tuple[float, float]:
+def passes_of_a_pair(
+    method: str, size: int, share: float = 1.0, hard_negatives: int = 0
+) -> tuple[float, float]:
     """Run one step of PAIRS pairs in micro-batches of ``size`` pairs.
 
     Return the mean number of passes of a query and of a passage.
     """
     encoder = tiny_encoder().train()
-    count_query, count_passage = count_passes(encoder.query_tower), count_passes(encoder.passage_tower)
+    count_query, count_passage = (
+        count_passes(encoder.query_tower),
+        count_passes(encoder.passage_tower),
+    )
     engine = Engine(device="cpu", replay_share=share)
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
     loss = InfoNCE(0.1)
     bank = make_bank(
-        PAIRS, encoder.dim, loss, push=PAIRS, hard_negatives=hard_negatives, columns_only=method == "passage_bank"
+        PAIRS,
+        encoder.dim,
+        loss,
+        push=PAIRS,
+        hard_negatives=hard_negatives,
+        columns_only=method == "passage_bank",
     )
     METHODS[method](engine, micro_batches(PAIRS // size, size, hard_negatives), bank, loss)
     return count_query() / PAIRS, count_passage() / (PAIRS * (1 + hard_negatives))

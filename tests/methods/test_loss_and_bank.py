@@ -55,13 +55,19 @@ def differences(
 ) -> float:
     """Largest difference of loss and gradients between the package and the full matrix; three pushes are a step.
 
-    b: pairs of each push, or their sizes in turn. handed_over: makes what each push is given from what the loss has
-    computed for it. failing: whether each step is tried twice and rolled back before it is taken.
+    b: pairs of each push, or their sizes in turn. handed_over: makes what each push is given from
+    what the loss has computed for it. failing: whether each step is tried twice and rolled back
+    before it is taken.
     """
     loss = InfoNCE(TEMPERATURE, mask, chunk=chunk)
     bank_hard = hard if bank_hard is None else bank_hard
     sizes = [b] if isinstance(b, int) else b
-    options = {"hard_negatives": bank_hard, "columns_only": not rows, "row_weight": weight, "age_decay": decay}
+    options = {
+        "hard_negatives": bank_hard,
+        "columns_only": not rows,
+        "row_weight": weight,
+        "age_decay": decay,
+    }
     bank = make_bank(size, DIM, loss, push=push or max(sizes), **options)
     slow = SlowBank(size)
     slow_decay = decay if slow_decay is None else slow_decay
@@ -72,7 +78,9 @@ def differences(
         if failing and number % 3 == 0:
             for attempt in range(2):
                 for other in range(attempt + 1):
-                    (failed,) = micro_batches(1, sizes[-1], hard, passages=passages, seed=1000 + other)
+                    (failed,) = micro_batches(
+                        1, sizes[-1], hard, passages=passages, seed=1000 + other
+                    )
                     bank.push(*embeddings(failed.ids, 1000 + other), failed.ids)
                 bank.rollback()
         found = loss(queries, passages_of_batch, batch.ids, bank)
@@ -86,7 +94,11 @@ def differences(
             largest = max(largest, (one - other).abs().max().item())
         bank.push(queries, passages_of_batch, batch.ids, handed_over(found.computed))
         kept = 1 + bank_hard
-        slow.push(queries, passages_of_batch[:, :kept], RowIds(batch.ids.columns[:, :kept], batch.ids.positives))
+        slow.push(
+            queries,
+            passages_of_batch[:, :kept],
+            RowIds(batch.ids.columns[:, :kept], batch.ids.positives),
+        )
         if number % 3 == 2:
             bank.end_step()
             slow.step += 1
@@ -102,7 +114,14 @@ def test_loss_and_gradients_equal_the_full_matrix_while_the_ring_wraps(size, mas
 
 @pytest.mark.parametrize(
     ("size", "options"),
-    [(4, {}), (8, {"hard": 2}), (24, {"decay": 0.7}), (24, {"push": 3}), (25, {"hard": 1}), (40, {"b": [4, 1, 7]})],
+    [
+        (4, {}),
+        (8, {"hard": 2}),
+        (24, {"decay": 0.7}),
+        (24, {"push": 3}),
+        (25, {"hard": 1}),
+        (40, {"b": [4, 1, 7]}),
+    ],
 )
 def test_the_push_gives_the_same_with_and_without_the_logits_of_the_loss(size, options):
     """The ring is overwritten twice."""
@@ -113,7 +132,9 @@ def test_the_push_gives_the_same_with_and_without_the_logits_of_the_loss(size, o
         return computed
 
     assert differences(size, pushes=24, handed_over=note, **options) < SAME
-    assert [logits is None for logits in given] == [True] + 23 * [False]  # only the first bank is empty
+    assert [logits is None for logits in given] == [True] + 23 * [
+        False
+    ]  # only the first bank is empty
     assert differences(size, pushes=24, handed_over=lambda _: (), **options) < SAME
 
 
@@ -153,7 +174,14 @@ def test_row_weights_and_the_one_sided_bank(weight, rows):
 
 @pytest.mark.parametrize(
     ("size", "options"),
-    [(10, {}), (100, {}), (23, {"hard": 2}), (23, {"rows": False}), (10, {"chunk": 7, "hard": 1}), (23, {"push": 3})],
+    [
+        (10, {}),
+        (100, {}),
+        (23, {"hard": 2}),
+        (23, {"rows": False}),
+        (10, {"chunk": 7, "hard": 1}),
+        (23, {"push": 3}),
+    ],
 )
 def test_age_lowers_logits_by_the_steps_between_row_and_column(size, options):
     """Between stored vectors too, where the kept log-sum-exps must not change as both grow older."""
@@ -171,7 +199,9 @@ def test_pushes_of_a_whole_step_equal_the_full_matrix(size):
     assert differences(size, b=16, hard=1, passages=40) < SAME
 
 
-@pytest.mark.parametrize("options", [{}, {"hard": 1, "decay": 0.4}, {"b": [4, 1, 7, 3]}, {"rows": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"hard": 1, "decay": 0.4}, {"b": [4, 1, 7, 3]}, {"rows": False}], ids=str
+)
 def test_steps_that_were_rolled_back_change_nothing(options):
     assert differences(23, pushes=24, failing=True, **options) < SAME
 
@@ -186,24 +216,35 @@ def test_pushes_that_do_not_fit_the_blocks_change_nothing(push):
 def test_micro_batches_of_different_sizes_equal_the_full_matrix(mask, weight):
     """Pushes of 1 to 7 pairs into a ring of 23 with groups of 4."""
     sizes = [4, 1, 7, 3, 3, 6, 2, 7, 5, 1, 4, 7, 6, 2, 3]
-    found = differences(23, b=sizes, pushes=30, push=4, hard=1, mask=mask, weight=weight, passages=15)
+    found = differences(
+        23, b=sizes, pushes=30, push=4, hard=1, mask=mask, weight=weight, passages=15
+    )
     assert found < 1e-11  # divided by one row of 24, a loss is near 30
 
 
 def most_held(call) -> int:
     """Most bytes that tensors hold during a call, from the profiler's list of allocations."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         call()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(itertools.accumulate(changes))
 
 
 def test_a_large_step_needs_no_square_matrix():
-    """4,096 rows and 4,096 columns, each with gradient, need the memory of a few chunks. The matrix has 128 MiB."""
+    """4,096 rows and 4,096 columns, each with gradient, need the memory of a few chunks.
+
+    The matrix has 128 MiB.
+    """
     n = 4096
     ids = torch.arange(n).unsqueeze(1)
-    queries = F.normalize(torch.randn(n, 16, generator=torch.Generator().manual_seed(0)), dim=-1).requires_grad_()
+    queries = F.normalize(
+        torch.randn(n, 16, generator=torch.Generator().manual_seed(0)), dim=-1
+    ).requires_grad_()
     passages = queries.detach().unsqueeze(1).clone().requires_grad_()
 
     def step(chunk):
@@ -216,7 +257,10 @@ def test_a_large_step_needs_no_square_matrix():
 
 @pytest.mark.parametrize("dim", [384, 768])
 def test_memory_beyond_the_bank_is_at_most_15_percent(dim, monkeypatch):
-    """Loss, backward pass and push of 8 pairs with a bank of 16,384. Most of it is for the opening of a block."""
+    """Loss, backward pass and push of 8 pairs with a bank of 16,384.
+
+    Most of it is for the opening of a block.
+    """
     torch.set_default_dtype(torch.float32)
     size, b = 16_384, 8
     loss = InfoNCE(TEMPERATURE)
@@ -241,7 +285,9 @@ def test_memory_beyond_the_bank_is_at_most_15_percent(dim, monkeypatch):
 
     inside, opening = step(b), step(width)
     assert inside < opening < 0.15 * held
-    monkeypatch.setattr("contaccum.methods.bank.MIN_CHUNK", 1 << 30)  # negative control: chunks as large as the loss's
+    monkeypatch.setattr(
+        "contaccum.methods.bank.MIN_CHUNK", 1 << 30
+    )  # negative control: chunks as large as the loss's
     assert step(width) > 0.15 * held
 
 
@@ -254,38 +300,58 @@ def test_gradients_by_finite_differences():
         bank.push(*embeddings(same, 3), same)
         ids = RowIds(torch.tensor([[1], [2], [3]]), torch.tensor([[1, 3], [2, -1], [3, -1]]))
         assert torch.autograd.gradcheck(
-            lambda q, p, loss=loss, bank=bank, ids=ids: loss(q, p, ids, bank).value, embeddings(ids, 4)
+            lambda q, p, loss=loss, bank=bank, ids=ids: loss(q, p, ids, bank).value,
+            embeddings(ids, 4),
         )
 
 
 @pytest.mark.parametrize("target", [1e-4, 1e-3, 0.1, 1.0, 5.0])
 @pytest.mark.parametrize("size", [0, 64])
 def test_float32_gradients_are_exact_at_small_and_large_losses(target, size):
-    """Relative error of the gradient against float64 at most 1e-5. The negative control is torch's cross_entropy."""
+    """Relative error of the gradient against float64 at most 1e-5.
+
+    The negative control is torch's cross_entropy.
+    """
     b, dim, columns = 16, 32, torch.arange(32).view(16, 2)
     generator = torch.Generator().manual_seed(0)
-    noise = [torch.randn(*shape, dim, generator=generator) for shape in ((b,), (b, 2), (size,), (size, 2))]
+    noise = [
+        torch.randn(*shape, dim, generator=generator)
+        for shape in ((b,), (b, 2), (size,), (size, 2))
+    ]
 
     def vectors(closeness: float) -> list[Tensor]:
-        """Queries and passages of the micro-batch and of the bank. Each positive is close to its query."""
-        queries, passages, bank_queries, bank_passages = (F.normalize(each, dim=-1) for each in noise)
+        """Queries and passages of the micro-batch and of the bank.
+
+        Each positive is close to its query.
+        """
+        queries, passages, bank_queries, bank_passages = (
+            F.normalize(each, dim=-1) for each in noise
+        )
         for own, others in ((queries, passages), (bank_queries, bank_passages)):
             others[:, 0] = F.normalize(closeness * own + (1 - closeness) * others[:, 0], dim=-1)
         return [queries, passages, bank_queries, bank_passages]
 
     def gradient(closeness: float, dtype: torch.dtype, plain: bool = False) -> tuple[float, Tensor]:
         torch.set_default_dtype(dtype)
-        queries, passages, bank_queries, bank_passages = (each.to(dtype) for each in vectors(closeness))
+        queries, passages, bank_queries, bank_passages = (
+            each.to(dtype) for each in vectors(closeness)
+        )
         queries.requires_grad_()
         passages.requires_grad_()
         loss = InfoNCE(0.05)
         bank = make_bank(size, dim, loss, push=b, hard_negatives=1)
         for start in range(0, size, b):
             ids = 1000 + 2 * start + columns
-            bank.push(bank_queries[start : start + b], bank_passages[start : start + b], RowIds(ids, ids[:, :1]))
+            bank.push(
+                bank_queries[start : start + b],
+                bank_passages[start : start + b],
+                RowIds(ids, ids[:, :1]),
+            )
         value = loss(queries, passages, RowIds(columns, columns[:, :1]), bank).value
         if plain:
-            value = F.cross_entropy(queries @ passages.flatten(0, 1).T / 0.05, torch.arange(0, 2 * b, 2))
+            value = F.cross_entropy(
+                queries @ passages.flatten(0, 1).T / 0.05, torch.arange(0, 2 * b, 2)
+            )
         gradients = torch.autograd.grad(value, (queries, passages))
         return value.item(), torch.cat([each.double().flatten() for each in gradients])
 
@@ -332,8 +398,12 @@ def test_two_rows_by_hand():
     result = InfoNCE(1.0)(unit, unit.unsqueeze(1), ids)
     assert result.value.item() == pytest.approx(0.3132616875, abs=1e-7)
     assert result.statistics["negatives"] == 1
-    same = InfoNCE(1.0)(unit, unit.unsqueeze(1), RowIds(torch.tensor([[0], [0]]), torch.tensor([[0], [0]])))
-    assert same.value.item() == 0  # the other row's passage is this row's positive: nothing is left to compare with
+    same = InfoNCE(1.0)(
+        unit, unit.unsqueeze(1), RowIds(torch.tensor([[0], [0]]), torch.tensor([[0], [0]]))
+    )
+    assert (
+        same.value.item() == 0
+    )  # the other row's passage is this row's positive: nothing is left to compare with
     assert same.statistics["negatives"] == 0
     assert same.statistics["masked"] == 1
 
@@ -342,7 +412,9 @@ def test_two_rows_by_hand():
 @pytest.mark.parametrize("passages", [3, 25, 10**6])
 def test_an_index_finds_the_pairs_of_the_full_comparison(rows, columns, passages):
     generator = torch.Generator().manual_seed(rows + passages)
-    positives = torch.randint(NO_PASSAGE, passages, (rows, 4), generator=generator)  # with repeats and padding
+    positives = torch.randint(
+        NO_PASSAGE, passages, (rows, 4), generator=generator
+    )  # with repeats and padding
     column_ids = torch.randint(NO_PASSAGE, passages, (columns,), generator=generator)
     index = IdIndex()
     index.add(7, column_ids.unsqueeze(1))
@@ -389,7 +461,9 @@ def test_keep_and_warmup_decide_the_rows_in_use():
     assert fills(warmup_steps=2) == [0, 0, 0, 4, 6, 6]
 
 
-@pytest.mark.parametrize("changed", [{"push": 20}, {"temperature": 0.5}, {"age_decay": 0.5}, {"mask": False}], ids=str)
+@pytest.mark.parametrize(
+    "changed", [{"push": 20}, {"temperature": 0.5}, {"age_decay": 0.5}, {"mask": False}], ids=str
+)
 def test_a_bank_read_under_other_settings_has_their_sums(changed):
     """At 64 rows, pushes of 16 and of 20 have tables of one shape, but blocks of other widths."""
 
@@ -409,11 +483,15 @@ def test_a_bank_read_under_other_settings_has_their_sums(changed):
         age = bank.age[: bank.fill]
         logits -= bank.options.age_decay * (age.unsqueeze(1) - age).abs()
         if bank.similarity.mask_false_negatives:
-            known = (bank.positives[: bank.fill].unsqueeze(1) == bank.column_ids[: bank.fill]).any(2)
+            known = (bank.positives[: bank.fill].unsqueeze(1) == bank.column_ids[: bank.fill]).any(
+                2
+            )
             logits[known] = -torch.inf
         logits.fill_diagonal_(-torch.inf)
         sums = bank.logsumexp() - logits.logsumexp(1)
-        return max(sums.abs().max().item(), (bank.positive_logits[: bank.fill] - own).abs().max().item())
+        return max(
+            sums.abs().max().item(), (bank.positive_logits[: bank.fill] - own).abs().max().item()
+        )
 
     old = bank()
     for number in range(5):
@@ -422,7 +500,9 @@ def test_a_bank_read_under_other_settings_has_their_sums(changed):
     new, deceived = bank(**changed), bank(**changed)
     assert new.sums.table.shape == old.sums.table.shape
     new.load_state(tensors, numbers)
-    deceived.load_state(tensors, {**numbers, "sums_of": deceived.state()[1]["sums_of"]})  # negative control
+    deceived.load_state(
+        tensors, {**numbers, "sums_of": deceived.state()[1]["sums_of"]}
+    )  # negative control
     found = [(apart(new), apart(deceived))]
     for number in range(3):
         for each in (new, deceived):
@@ -501,7 +581,9 @@ def test_cached_sums_equal_plain_ones_after_every_push(size, push):
             matrix[piece] = torch.randn(count, size, 2, generator=generator)
             matrix[:, piece] = torch.randn(size, count, 2, generator=generator)
         sums.overwrite(pieces, fill)
-        torch.testing.assert_close(sums.total(fill), matrix[:fill, :fill].logsumexp((1, 2)), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(
+            sums.total(fill), matrix[:fill, :fill].logsumexp((1, 2)), rtol=1e-13, atol=1e-13
+        )
     groups = sums.width // push
     assert groups**2 >= size / push > (groups - 1) ** 2
     assert sums.table.shape == (3 + groups + -(-size // sums.width), size)

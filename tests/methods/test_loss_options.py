@@ -23,13 +23,19 @@ def full_matrix_loss(queries, passages, ids: RowIds, stored, rows, *, decay=0.0,
 
     stored: rows of a SlowBank; rows: whether they are rows, too; now: step of the current rows."""
     steps = torch.tensor([now] * len(queries) + [row[4] for row in stored])
-    age = (steps[: len(queries) + len(stored) * rows].unsqueeze(1) - steps.repeat_interleave(passages.shape[1])).abs()
+    age = (
+        steps[: len(queries) + len(stored) * rows].unsqueeze(1)
+        - steps.repeat_interleave(passages.shape[1])
+    ).abs()
     known = [set(own.tolist()) for own in ids.positives]
     columns = [*passages.flatten(0, 1), *(passage for row in stored for passage in row[1])]
     column_ids = [*ids.columns.flatten().tolist(), *(number for row in stored for number in row[2])]
     own = list(range(0, len(columns), passages.shape[1]))
     if rows:
-        queries, known = torch.stack([*queries, *(row[0] for row in stored)]), known + [row[3] for row in stored]
+        queries, known = (
+            torch.stack([*queries, *(row[0] for row in stored)]),
+            known + [row[3] for row in stored],
+        )
     similarities = queries @ torch.stack(columns).T
     is_own = F.one_hot(torch.tensor(own[: len(queries)]), len(columns)).bool()
     logits = similarities / TEMPERATURE - decay * age
@@ -49,7 +55,9 @@ def slow_steps(method, data, start, **options):
         values = []
         for part in [concatenate(parts)] if spec.whole or spec.two_pass else parts:
             stored = bank.rows if spec.bank != "none" else []
-            values.append(full_matrix_loss(*part, stored, spec.bank == "pairs", now=bank.step, **options))
+            values.append(
+                full_matrix_loss(*part, stored, spec.bank == "pairs", now=bank.step, **options)
+            )
             bank.push(*part)
         torch.stack(values).mean().backward()
         losses.append(torch.stack(values).mean().item())
@@ -97,7 +105,12 @@ def test_loss_equals_that_of_sentence_transformers(hard):
     expected = theirs.compute_loss_from_embeddings([queries, *passages.unbind(1)], None)
     for temperature, is_equal in ((TEMPERATURE, True), (0.9 * TEMPERATURE, False)):
         value = InfoNCE(temperature, False)(queries, passages, batch.ids).value
-        ours, others = (torch.autograd.grad(each, (queries, passages), retain_graph=True) for each in (value, expected))
-        differences = [float((one - two).abs().max()) for one, two in zip(ours, others, strict=True)]
+        ours, others = (
+            torch.autograd.grad(each, (queries, passages), retain_graph=True)
+            for each in (value, expected)
+        )
+        differences = [
+            float((one - two).abs().max()) for one, two in zip(ours, others, strict=True)
+        ]
         assert (abs(value.item() - expected.item()) < 1e-5) == is_equal
         assert (max(differences) < 1e-5) == is_equal

@@ -5,7 +5,10 @@ import torch
 import torch.nn.functional as F
 from helpers import SlowBank, largest_difference, make_bank, micro_batches, run_steps, slow_loss
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
+from sentence_transformers.sentence_transformer.losses import (
+    MatryoshkaLoss,
+    MultipleNegativesRankingLoss,
+)
 from torch import Tensor, nn
 
 from contaccum.batch import RowIds
@@ -19,7 +22,9 @@ WIDTHS, WEIGHTS = (8, 3), (0.5, 2.0)
 SAME, DIFFERENT = 1e-5, 1e-3
 
 
-def objective(unit=True, mask=True, widths=WIDTHS, weights=WEIGHTS, temperature=TEMPERATURE) -> Objective:
+def objective(
+    unit=True, mask=True, widths=WIDTHS, weights=WEIGHTS, temperature=TEMPERATURE
+) -> Objective:
     return Objective(InfoNCE(temperature, mask), Matryoshka(widths, weights, unit))
 
 
@@ -68,7 +73,9 @@ def slow_cut(tensor: Tensor, width: int, unit: bool) -> Tensor:
     return part / part.pow(2).sum(-1, keepdim=True).sqrt() if unit and width < DIM else part
 
 
-def through_a_bank(size=10, hard=1, mask=True, unit=True, row_weight="all", wrong=lambda k: k, pushes=12) -> float:
+def through_a_bank(
+    size=10, hard=1, mask=True, unit=True, row_weight="all", wrong=lambda k: k, pushes=12
+) -> float:
     """Largest difference of loss and gradients from full matrices at each width, over pushes that wrap the ring."""
     loss = objective(unit, mask, temperature=TEMPERATURE if unit else 5.0)
     options = {"hard_negatives": hard, "row_weight": row_weight}
@@ -86,11 +93,20 @@ def through_a_bank(size=10, hard=1, mask=True, unit=True, row_weight="all", wron
                 *cut, batch.ids, slow[width], loss.similarity.temperature, mask=mask, weight=row_weight
             )  # fmt: skip
             plain = plain + weight * at
-        found = [(value, *torch.autograd.grad(value, (queries, passages))) for value in (fast, plain)]
-        largest = max([largest, *((one - other).abs().max().item() for one, other in zip(*found, strict=True))])
+        found = [
+            (value, *torch.autograd.grad(value, (queries, passages))) for value in (fast, plain)
+        ]
+        largest = max(
+            [
+                largest,
+                *((one - other).abs().max().item() for one, other in zip(*found, strict=True)),
+            ]
+        )
         bank.push(queries, passages, batch.ids, value.computed)
         for width in widths:
-            slow[width].push(*(slow_cut(each, wrong(width), unit) for each in (queries, passages)), batch.ids)
+            slow[width].push(
+                *(slow_cut(each, wrong(width), unit) for each in (queries, passages)), batch.ids
+            )
         if number % 3 == 2:
             bank.end_step()
     assert bank.fill == min(size, 4 * pushes)
@@ -128,7 +144,11 @@ def test_the_methods_keep_their_equivalences():
     assert largest_difference(cached[0], plain[0]) < SAME
     assert cached[1] == pytest.approx(plain[1], rel=1e-5)
     accumulated = run("grad_accum", data, dropout=0.2)
-    for method, twin in (("passage_bank", accumulated), ("cont_accum", accumulated), ("cont_cache", cached)):
+    for method, twin in (
+        ("passage_bank", accumulated),
+        ("cont_accum", accumulated),
+        ("cont_cache", cached),
+    ):
         assert largest_difference(run(method, data, dropout=0.2)[0], twin[0]) == 0
     one_sided = run("cont_accum", data, bank_size=16, columns_only=True)[0]
     assert largest_difference(one_sided, run("passage_bank", data, bank_size=16)[0]) == 0
@@ -160,4 +180,6 @@ def test_a_bank_goes_on_from_its_state_at_every_width():
     assert {"8/queries", "3/sums", "passages"} < found[0].keys()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     with pytest.raises(InputError, match="bank of the checkpoint: its shapes are"):
-        make_bank(10, DIM, objective(widths=(5,), weights=(1.0,)), push=4).load_state(*made[0].state())
+        make_bank(10, DIM, objective(widths=(5,), weights=(1.0,)), push=4).load_state(
+            *made[0].state()
+        )

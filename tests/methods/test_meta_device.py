@@ -38,7 +38,10 @@ class MetaEngine:
 
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         b, columns = batch.ids.columns.shape
-        self.leaves += [torch.empty(*shape, DIM, device=META, requires_grad=True) for shape in ((b,), (b, columns))]
+        self.leaves += [
+            torch.empty(*shape, DIM, device=META, requires_grad=True)
+            for shape in ((b,), (b, columns))
+        ]
         return self.leaves[-2], self.leaves[-1]
 
     def backward(self, value: Tensor) -> None:
@@ -49,7 +52,9 @@ def take_steps(method: str, loss: Loss, steps: int = 2, **options: object) -> Ba
     """Run optimizer steps of a method with a bank of 10 rows, so that pushes wrap the ring, and roll back one more."""
     two_pass = method in ("grad_cache", "cont_cache")
     options = {"columns_only": method == "passage_bank", **options}
-    bank = make_bank(14 if two_pass else 10, DIM, loss, push=B * K if two_pass else B, device=META, **options)
+    bank = make_bank(
+        14 if two_pass else 10, DIM, loss, push=B * K if two_pass else B, device=META, **options
+    )
     for step in range(steps + 1):
         engine = MetaEngine()
         batches = [taught(batch) for batch in micro_batches(K, B, 1, passages=6, seed=step)]
@@ -65,7 +70,9 @@ def take_steps(method: str, loss: Loss, steps: int = 2, **options: object) -> Ba
 def taught(batch: MicroBatch) -> MicroBatch:
     """Return the micro-batch with a teacher's scores and numbers of queries, on the CPU."""
     columns = batch.ids.columns
-    ids = RowIds(columns, batch.ids.positives, torch.zeros(columns.shape), torch.arange(len(columns)))
+    ids = RowIds(
+        columns, batch.ids.positives, torch.zeros(columns.shape), torch.arange(len(columns))
+    )
     return MicroBatch(batch.queries, batch.passages, ids, batch.query_ids)
 
 
@@ -79,9 +86,14 @@ CASES: dict[str, tuple[Callable[[], Loss], dict[str, object]]] = {
     "chunks": (lambda: InfoNCE(0.1, chunk=20), {"hard_negatives": 1, "age_decay": 0.5}),
     "unmasked": (lambda: InfoNCE(0.1, mask_false_negatives=False), {"keep": False}),
     "guide": (lambda: InfoNCE(0.1, rules=GUIDED), {"hard_negatives": 1}),
-    "own scores": (lambda: InfoNCE(0.1, rules=PairRules(margin=0.1, relative=True)), {"hard_negatives": 1}),
+    "own scores": (
+        lambda: InfoNCE(0.1, rules=PairRules(margin=0.1, relative=True)),
+        {"hard_negatives": 1},
+    ),
     "objective": (
-        lambda: Objective(InfoNCE(0.1), Matryoshka((4,), (0.5,), unit=True), Distillation("kl", 0.1)),
+        lambda: Objective(
+            InfoNCE(0.1), Matryoshka((4,), (0.5,), unit=True), Distillation("kl", 0.1)
+        ),
         {"hard_negatives": 1},
     ),
 }
@@ -96,7 +108,9 @@ def test_methods_read_no_value_from_the_device(method, case):
     if method != "passage_bank":
         on_device += [bank.queries, bank.sums.table]
     assert {tensor.device for tensor in on_device} == {META}
-    assert {tensor.device.type for tensor in (bank.column_ids, bank.positives, bank.index_in_step)} == {"cpu"}
+    assert {
+        tensor.device.type for tensor in (bank.column_ids, bank.positives, bank.index_in_step)
+    } == {"cpu"}
 
 
 READS: dict[str, Callable[[Tensor], object]] = {
@@ -113,7 +127,9 @@ def test_a_read_from_the_device_fails_on_meta(read, monkeypatch):
     """Negative control: a loss that waits for the device, or mixes devices, does not pass the test above."""
     plain = InfoNCE.__call__
 
-    def reading(self: InfoNCE, queries: Tensor, passages: Tensor, ids: RowIds, bank: Bank | None = None) -> LossValue:
+    def reading(
+        self: InfoNCE, queries: Tensor, passages: Tensor, ids: RowIds, bank: Bank | None = None
+    ) -> LossValue:
         READS[read](queries)
         return plain(self, queries, passages, ids, bank)
 
@@ -132,6 +148,8 @@ def test_a_bank_adds_few_device_operations(size, pairs, monkeypatch):
     plain = count("grad_accum", 0, pairs, 0.0)["mean"]
     for age_decay in (0.0, 0.1):
         assert count("cont_accum", size, pairs, age_decay)["mean"] - plain <= 70
-    if size * pairs > similarity.CPU_CHUNK // 8:  # negative control: smaller chunks need more operations
+    if (
+        size * pairs > similarity.CPU_CHUNK // 8
+    ):  # negative control: smaller chunks need more operations
         monkeypatch.setattr(similarity, "CHUNK", similarity.CPU_CHUNK // 8)
         assert count("cont_accum", size, pairs, 0.0)["mean"] - plain > 70

@@ -45,14 +45,19 @@ def test_grad_cache_differs_when_dropout_is_not_replayed(monkeypatch):
     plain, _ = run_steps("in_batch", data, dropout=0.3)
     calls = iter(range(1000))
     seeded = torch.manual_seed
-    monkeypatch.setattr("contaccum.runtime.engine.torch.manual_seed", lambda seed: seeded(seed + next(calls)))
+    monkeypatch.setattr(
+        "contaccum.runtime.engine.torch.manual_seed", lambda seed: seeded(seed + next(calls))
+    )
     cached, _ = run_steps("grad_cache", data, dropout=0.3)
     assert largest_difference(cached, plain) > DIFFERENT
 
 
 def test_grad_cache_differs_from_grad_accum():
     data = steps(1)
-    assert largest_difference(run_steps("grad_cache", data)[0], run_steps("grad_accum", data)[0]) > DIFFERENT
+    assert (
+        largest_difference(run_steps("grad_cache", data)[0], run_steps("grad_accum", data)[0])
+        > DIFFERENT
+    )
 
 
 @pytest.mark.parametrize(("with_bank", "without"), TWINS)
@@ -78,7 +83,10 @@ def test_one_micro_batch_and_no_bank_is_in_batch(method):
     one, _ = run_steps(method, data, dropout=0.1)
     assert largest_difference(one, run_steps("in_batch", data, dropout=0.1)[0]) < SAME
     several = steps(micro=2)
-    assert largest_difference(run_steps(method, several)[0], run_steps("in_batch", several)[0]) > DIFFERENT
+    assert (
+        largest_difference(run_steps(method, several)[0], run_steps("in_batch", several)[0])
+        > DIFFERENT
+    )
 
 
 def test_cont_accum_without_bank_queries_is_passage_bank():
@@ -108,8 +116,14 @@ def test_a_bank_emptied_after_each_step_holds_this_step_alone():
             bank.end_step()
         return [found]
 
-    assert largest_difference(second_gradients(first, keep=False), second_gradients(other, keep=False)) == 0
-    assert largest_difference(second_gradients(first, keep=True), second_gradients(other, keep=True)) > DIFFERENT
+    assert (
+        largest_difference(second_gradients(first, keep=False), second_gradients(other, keep=False))
+        == 0
+    )
+    assert (
+        largest_difference(second_gradients(first, keep=True), second_gradients(other, keep=True))
+        > DIFFERENT
+    )
 
 
 @pytest.mark.parametrize("hard", [0, 1])
@@ -120,7 +134,9 @@ def test_cont_accum_equals_the_slow_version(hard, mask, similarity):
     temperature = 0.1 if similarity == "cosine" else 5.0
     data = steps(4, hard=hard, passages=20)
     start = tiny_encoder(similarity=similarity)
-    fast, fast_loss = run_steps("cont_accum", data, bank_size=10, loss=InfoNCE(temperature, mask), encoder=start)
+    fast, fast_loss = run_steps(
+        "cont_accum", data, bank_size=10, loss=InfoNCE(temperature, mask), encoder=start
+    )
 
     encoder, bank = copy.deepcopy(start).train(), SlowBank(10)
     optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
@@ -139,7 +155,9 @@ def test_cont_accum_equals_the_slow_version(hard, mask, similarity):
         optimizer.step()
     assert largest_difference(fast, slow) < 2e-4  # four steps of descent let rounding grow
     assert fast_loss == pytest.approx(slow_losses, rel=1e-5)
-    other = run_steps("cont_accum", data, bank_size=12, loss=InfoNCE(temperature, mask), encoder=start)[0]
+    other = run_steps(
+        "cont_accum", data, bank_size=12, loss=InfoNCE(temperature, mask), encoder=start
+    )[0]
     assert largest_difference(other, slow) > 1e-3
 
 
@@ -154,13 +172,20 @@ def test_cont_cache_equals_a_slow_version_that_keeps_every_graph():
         optimizer.zero_grad()
         parts = [(*encoder(batch), batch.ids) for batch in batches]
         queries, passages = (torch.cat([part[i] for part in parts]) for i in (0, 1))
-        ids = type(parts[0][2])(*(torch.cat([getattr(part[2], n) for part in parts]) for n in ("columns", "positives")))
+        ids = type(parts[0][2])(
+            *(torch.cat([getattr(part[2], n) for part in parts]) for n in ("columns", "positives"))
+        )
         slow_loss(queries, passages, ids, bank, 0.1, mask=True).backward()
         bank.push(queries, passages, ids)
         slow.append(gradients(encoder))
         optimizer.step()
     assert largest_difference(fast, slow) < 2e-4
-    assert largest_difference(run_steps("cont_cache", data, bank_size=16, push=16, encoder=start)[0], slow) > 1e-3
+    assert (
+        largest_difference(
+            run_steps("cont_cache", data, bank_size=16, push=16, encoder=start)[0], slow
+        )
+        > 1e-3
+    )
 
 
 @pytest.mark.parametrize("method", list(METHODS))
@@ -170,7 +195,10 @@ def test_tied_towers_and_gradient_checkpointing_change_no_gradient(method):
     start = tiny_encoder(dropout=0.2, tie=True)
     plain, _ = run_steps(method, data, bank_size=16, push=16, encoder=start)
     start.gradient_checkpointing_enable()
-    assert largest_difference(run_steps(method, data, bank_size=16, push=16, encoder=start)[0], plain) < SAME
+    assert (
+        largest_difference(run_steps(method, data, bank_size=16, push=16, encoder=start)[0], plain)
+        < SAME
+    )
 
 
 def test_the_first_pass_keeps_one_graph():
@@ -197,10 +225,14 @@ def test_a_loss_scale_multiplies_every_gradient_alike(method):
     values = METHODS[method](
         engine,
         data[0],
-        make_bank(16, encoder.dim, loss, push=16, hard_negatives=1, columns_only=method == "passage_bank"),
+        make_bank(
+            16, encoder.dim, loss, push=16, hard_negatives=1, columns_only=method == "passage_bank"
+        ),
         loss,
     )
     scaled = gradients(encoder)
     assert largest_difference([{name: g / 1024 for name, g in scaled.items()}], plain) < SAME
     assert largest_difference([scaled], plain) > 0.9
-    assert torch.stack([value.value for value in values]).mean().item() == pytest.approx(plain_loss[0], rel=1e-6)
+    assert torch.stack([value.value for value in values]).mean().item() == pytest.approx(
+        plain_loss[0], rel=1e-6
+    )

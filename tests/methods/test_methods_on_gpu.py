@@ -1,4 +1,7 @@
-"""The equivalences of test_methods.py on a GPU, which may add numbers in another order. Skipped without a GPU."""
+"""The equivalences of test_methods.py on a GPU, which may add numbers in another order.
+
+Skipped without a GPU.
+"""
 
 import pytest
 import torch
@@ -11,7 +14,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 
-TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # largest relative difference of a gradient that rounding can cause
+TOLERANCE = {
+    "fp32": 1e-4,
+    "bf16": 5e-2,
+}  # largest relative difference of a gradient that rounding can cause
 DEVICE = "auto"
 
 
@@ -21,23 +27,35 @@ def steps(count=3):
 
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_grad_cache_equals_in_batch(precision):
-    """With dropout, whose noise the second pass must repeat. The control is a method with fewer negatives."""
+    """With dropout, whose noise the second pass must repeat.
+
+    The control is a method with fewer negatives.
+    """
     options = {"device": DEVICE, "precision": precision, "dropout": 0.3}
     cached, _ = run_steps("grad_cache", steps(1), **options)
-    assert largest_difference(cached, run_steps("in_batch", steps(1), **options)[0]) < TOLERANCE[precision]
-    assert largest_difference(cached, run_steps("grad_accum", steps(1), **options)[0]) > 2 * TOLERANCE[precision]
+    assert (
+        largest_difference(cached, run_steps("in_batch", steps(1), **options)[0])
+        < TOLERANCE[precision]
+    )
+    assert (
+        largest_difference(cached, run_steps("grad_accum", steps(1), **options)[0])
+        > 2 * TOLERANCE[precision]
+    )
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize(
-    ("banked", "plain"), [("passage_bank", "grad_accum"), ("cont_accum", "grad_accum"), ("cont_cache", "grad_cache")]
+    ("banked", "plain"),
+    [("passage_bank", "grad_accum"), ("cont_accum", "grad_accum"), ("cont_cache", "grad_cache")],
 )
 def test_a_bank_of_size_zero_is_the_method_without_a_bank(banked, plain, precision):
     options = {"device": DEVICE, "precision": precision}
     without, _ = run_steps(plain, steps(), **options)
     empty, _ = run_steps(banked, steps(), bank_size=0, **options)
     assert largest_difference(empty, without) < TOLERANCE[precision]
-    full, _ = run_steps(banked, steps(), bank_size=16, push=16 if banked == "cont_cache" else 4, **options)
+    full, _ = run_steps(
+        banked, steps(), bank_size=16, push=16 if banked == "cont_cache" else 4, **options
+    )
     assert largest_difference(full[1:], without[1:]) > 2 * TOLERANCE[precision]
 
 

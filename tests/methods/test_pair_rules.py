@@ -21,7 +21,10 @@ K, B, HARD, TEMPERATURE, PASSAGES, QUERIES, SIZE, DECAY = 2, 4, 2, 0.1, 24, 30, 
 
 
 def steps(count: int = 3) -> list[list[MicroBatch]]:
-    """Random steps; some hard negatives are missing, also all of a query. The rows know the numbers of their queries."""
+    """Random steps; some hard negatives are missing, also all of a query.
+
+    The rows know the numbers of their queries.
+    """
     found, generator = [], torch.Generator().manual_seed(7)
     for step in range(count):
         batches = micro_batches(K, B, HARD, passages=PASSAGES, seed=step)
@@ -38,7 +41,10 @@ class Table:
     """Random vectors of a guide, which has another width than the encoder."""
 
     def __init__(self, name: str, rows: int, seed: int) -> None:
-        self.name, self.table = name, torch.randn(rows, 5, generator=torch.Generator().manual_seed(seed)).half()
+        self.name, self.table = (
+            name,
+            torch.randn(rows, 5, generator=torch.Generator().manual_seed(seed)).half(),
+        )
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.table[rows]
@@ -62,8 +68,8 @@ class Pair(NamedTuple):
 class Case(NamedTuple):
     """A rule and its plain form: whether a row of one pair meets a column of another pair or of the same.
 
-    The plain form gets the row's pair, the column's pair, the index of the passage, the score of row and column and
-    that of the row and its positive.
+    The plain form gets the row's pair, the column's pair, the index of the passage, the score of
+    row and column and that of the row and its positive.
     """
 
     rules: PairRules
@@ -71,7 +77,10 @@ class Case(NamedTuple):
 
 
 def guide_scores(row: Pair, column: Pair, index: int) -> tuple[float, float]:
-    query, positive = QUERY_TABLE.table[row.number].double(), PASSAGE_TABLE.table[row.ids[0]].double()
+    query, positive = (
+        QUERY_TABLE.table[row.number].double(),
+        PASSAGE_TABLE.table[row.ids[0]].double(),
+    )
     return float(query @ PASSAGE_TABLE.table[column.ids[index]].double()), float(query @ positive)
 
 
@@ -84,7 +93,9 @@ def relative(margin: float):
 
 
 def by_guide(rule):
-    return lambda row, column, index, score, own: rule(row, column, index, *guide_scores(row, column, index))
+    return lambda row, column, index, score, own: rule(
+        row, column, index, *guide_scores(row, column, index)
+    )
 
 
 def missing(row, column, index, score, own) -> bool:
@@ -102,13 +113,21 @@ def both(*rules):
 CASES = {
     "missing": Case(PairRules(missing=True), missing),
     "own": Case(PairRules(missing=True, margin=-0.05, key="own"), both(absolute(-0.05))),
-    "own relative": Case(PairRules(True, margin=0.03, relative=True, key="own"), both(relative(0.03))),
-    "guide": Case(PairRules(True, margin=-0.5, guide=GUIDE, key="guide"), both(by_guide(absolute(-0.5)))),
+    "own relative": Case(
+        PairRules(True, margin=0.03, relative=True, key="own"), both(relative(0.03))
+    ),
+    "guide": Case(
+        PairRules(True, margin=-0.5, guide=GUIDE, key="guide"), both(by_guide(absolute(-0.5)))
+    ),
     "guide relative": Case(
-        PairRules(True, margin=0.2, relative=True, guide=GUIDE, key="guide"), both(by_guide(relative(0.2)))
+        PairRules(True, margin=0.2, relative=True, guide=GUIDE, key="guide"),
+        both(by_guide(relative(0.2))),
     ),
     "separate": Case(PairRules(True, SEPARATE, key="separate"), both(separate)),
-    "all": Case(PairRules(True, SEPARATE, margin=0.0, guide=GUIDE, key="all"), both(separate, by_guide(absolute(0.0)))),
+    "all": Case(
+        PairRules(True, SEPARATE, margin=0.0, guide=GUIDE, key="all"),
+        both(separate, by_guide(absolute(0.0))),
+    ),
 }
 
 
@@ -120,7 +139,9 @@ def plain_loss(current: list[Pair], stored: list[Pair], rows: list[Pair], left_o
         own = (row.query @ row.passages[0]).item()
         for column in current + stored:
             penalty = DECAY * abs(row.step - column.step)
-            for index, (passage, number) in enumerate(zip(column.passages, column.ids, strict=True)):
+            for index, (passage, number) in enumerate(
+                zip(column.passages, column.ids, strict=True)
+            ):
                 score = row.query @ passage
                 if passage is row.passages[0]:
                     target = len(logits)
@@ -140,20 +161,30 @@ class PlainBank:
     def pairs_of(self, queries: Tensor, passages: Tensor, ids: RowIds) -> list[Pair]:
         known = [set(row.tolist()) - {NO_PASSAGE} for row in ids.positives]
         columns = zip(queries, map(list, passages), ids.columns.tolist(), known, strict=True)
-        return [Pair(*each, self.step, number) for each, number in zip(columns, ids.queries.tolist(), strict=True)]
+        return [
+            Pair(*each, self.step, number)
+            for each, number in zip(columns, ids.queries.tolist(), strict=True)
+        ]
 
     def push(self, pairs: list[Pair]) -> None:
         if self.size:
             detached = [each._replace(query=each.query.detach()) for each in pairs]
-            detached = [each._replace(passages=[p.detach() for p in each.passages]) for each in detached]
+            detached = [
+                each._replace(passages=[p.detach() for p in each.passages]) for each in detached
+            ]
             self.pairs = (self.pairs + detached)[-self.size :]
 
 
 def plain_steps(method: str, data, encoder, left_out, matryoshka: Matryoshka | None = None):
     """Gradients and losses of a method with all graphs in memory."""
     spec, encoder = METHOD_SPECS[method], copy.deepcopy(encoder).train()
-    truncated = [] if matryoshka is None else list(zip(matryoshka.widths, matryoshka.weights, strict=True))
-    banks = [(PlainBank(SIZE if spec.bank != "none" else 0), *each) for each in [(encoder.dim, 1.0), *truncated]]
+    truncated = (
+        [] if matryoshka is None else list(zip(matryoshka.widths, matryoshka.weights, strict=True))
+    )
+    banks = [
+        (PlainBank(SIZE if spec.bank != "none" else 0), *each)
+        for each in [(encoder.dim, 1.0), *truncated]
+    ]
     optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
     found, losses = [], []
     for batches in data:
@@ -165,7 +196,10 @@ def plain_steps(method: str, data, encoder, left_out, matryoshka: Matryoshka | N
             value = torch.zeros(())
             for bank, width, weight in banks:
                 full = matryoshka is None or width == encoder.dim
-                cut = [each if full else matryoshka.truncate(each, width) for each in (queries, passages)]
+                cut = [
+                    each if full else matryoshka.truncate(each, width)
+                    for each in (queries, passages)
+                ]
                 current = bank.pairs_of(*cut, ids)
                 rows = current + (bank.pairs if spec.bank == "pairs" else [])
                 value = value + weight * plain_loss(current, bank.pairs, rows, left_out)
@@ -182,7 +216,11 @@ def plain_steps(method: str, data, encoder, left_out, matryoshka: Matryoshka | N
 
 def fast_steps(method: str, data, encoder, loss, **more):
     spec = METHOD_SPECS[method]
-    options = {"bank_size": SIZE, "push": B * K if spec.pushes_whole_step else B, "age_decay": DECAY}
+    options = {
+        "bank_size": SIZE,
+        "push": B * K if spec.pushes_whole_step else B,
+        "age_decay": DECAY,
+    }
     options |= {"columns_only": spec.bank == "passages"}
     return run_steps(method, data, loss=loss, encoder=encoder, **options, **more)
 
@@ -194,7 +232,9 @@ def test_all_methods_equal_a_full_matrix_without_the_pairs_left_out(method, name
     data, encoder = steps(), tiny_encoder()
     slow, slow_losses = plain_steps(method, data, encoder, left_out)
     for chunk in (None, 7):
-        fast, losses = fast_steps(method, data, encoder, InfoNCE(TEMPERATURE, rules=rules, chunk=chunk))
+        fast, losses = fast_steps(
+            method, data, encoder, InfoNCE(TEMPERATURE, rules=rules, chunk=chunk)
+        )
         assert largest_difference(fast, slow) < 2e-4
         assert losses == pytest.approx(slow_losses, rel=1e-5)
     wrong = PairRules() if name == "missing" else PairRules(missing=True)  # negative control
@@ -208,10 +248,14 @@ def test_rules_apply_to_each_matryoshka_width(method, name):
     rules, left_out = CASES[name]
     data, encoder, matryoshka = steps(), tiny_encoder(), Matryoshka((8,), (0.5,), unit=True)
     slow, slow_losses = plain_steps(method, data, encoder, left_out, matryoshka=matryoshka)
-    fast, losses = fast_steps(method, data, encoder, Objective(InfoNCE(TEMPERATURE, rules=rules), matryoshka))
+    fast, losses = fast_steps(
+        method, data, encoder, Objective(InfoNCE(TEMPERATURE, rules=rules), matryoshka)
+    )
     assert largest_difference(fast, slow) < 2e-4
     assert losses == pytest.approx(slow_losses, rel=1e-5)
-    plain = Objective(InfoNCE(TEMPERATURE, rules=PairRules(missing=True)), matryoshka)  # negative control
+    plain = Objective(
+        InfoNCE(TEMPERATURE, rules=PairRules(missing=True)), matryoshka
+    )  # negative control
     assert largest_difference(fast_steps(method, data, encoder, plain)[0], slow) > 1e-3
 
 
@@ -222,7 +266,9 @@ def test_partial_replay_has_the_same_loss_without_the_pairs_left_out(method, nam
     data, encoder = steps(1), tiny_encoder()
     _, expected = plain_steps(method, data, encoder, left_out)
     loss = InfoNCE(TEMPERATURE, rules=rules)
-    assert fast_steps(method, data, encoder, loss, replay_share=0.5)[1] == pytest.approx(expected, rel=1e-5)
+    assert fast_steps(method, data, encoder, loss, replay_share=0.5)[1] == pytest.approx(
+        expected, rel=1e-5
+    )
     _, plain = fast_steps(method, data, encoder, InfoNCE(TEMPERATURE), replay_share=0.5)
     assert plain != pytest.approx(expected, rel=1e-2)  # negative control
 
@@ -237,7 +283,9 @@ def vectors(ids: RowIds, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def test_distillation_keeps_the_passages_that_a_rule_leaves_out():
     ids = steps(1)[0][0].ids
-    ids = replace(ids, teacher=torch.randn(ids.columns.shape, generator=torch.Generator().manual_seed(0)))
+    ids = replace(
+        ids, teacher=torch.randn(ids.columns.shape, generator=torch.Generator().manual_seed(0))
+    )
     distillation = Distillation("kl", TEMPERATURE)
     plain, ruled = (
         Objective(InfoNCE(TEMPERATURE, rules=rules), distillation=distillation)(*vectors(ids), ids)
@@ -262,7 +310,9 @@ def test_left_out_pairs_are_counted(name):
     for row in current:
         own = float(row.query @ row.passages[0])
         for column in current + plain.pairs:
-            for index, (passage, number) in enumerate(zip(column.passages, column.ids, strict=True)):
+            for index, (passage, number) in enumerate(
+                zip(column.passages, column.ids, strict=True)
+            ):
                 if passage is row.passages[0] or number in row.known or number == MISSING:
                     continue
                 out = left_out(row, column, index, float(row.query @ passage), own)

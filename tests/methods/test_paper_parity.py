@@ -1,11 +1,14 @@
 """`cont_accum` against a second reading of the published rules, with scripted embeddings and no encoder.
 
 The rules, from Kim et al. 2024 (arXiv 2406.12356), section 3.2, and their published configurations:
-- a micro-batch first meets the banks as the micro-batches before it left them, then enters them, overwriting the oldest;
-- rows are the current queries, then the bank's; columns are the current positives, the bank's positives, the current hard
-  negatives, the bank's hard negatives;
-- the loss is the mean over all rows of the cross-entropy over all columns; nothing is masked, temperature 1, inner product;
-- what comes from a bank carries no gradient; a step's gradient is the mean over its K micro-batches.
+- a micro-batch first meets the banks as the micro-batches before it left them, then enters them,
+  overwriting the oldest;
+- rows are the current queries, then the bank's; columns are the current positives, the bank's
+  positives, the current hard negatives, the bank's hard negatives;
+- the loss is the mean over all rows of the cross-entropy over all columns; nothing is masked,
+  temperature 1, inner product;
+- what comes from a bank carries no gradient; a step's gradient is the mean over its K
+  micro-batches.
 
 The reading below holds the whole matrix in float64 and shares no code with the package.
 """
@@ -33,10 +36,14 @@ def script(hard: int, seed: int = 0) -> list[list[dict]]:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, DIM, generator=generator, dtype=torch.float64)
 
-    return [[{"q": draw(B), "p": draw(B), "n": draw(B, hard)} for _ in range(K)] for _ in range(STEPS)]
+    return [
+        [{"q": draw(B), "p": draw(B), "n": draw(B, hard)} for _ in range(K)] for _ in range(STEPS)
+    ]
 
 
-def published(steps: list[list[dict]], size: int, *, queries: bool = True, past: bool = True) -> list[tuple]:
+def published(
+    steps: list[list[dict]], size: int, *, queries: bool = True, past: bool = True
+) -> list[tuple]:
     """Loss of each step and the gradients of each micro-batch's embeddings; ``past`` False empties the banks at each step."""
     bank: list[tuple] = []  # (query, positive, hard negatives), oldest first
     found = []
@@ -48,7 +55,9 @@ def published(steps: list[list[dict]], size: int, *, queries: bool = True, past:
             q, p, n = (script[name].clone().requires_grad_() for name in "qpn")
             flat = n.reshape(-1, DIM)
             rows = torch.cat([q, *(row[0].unsqueeze(0) for row in bank)]) if queries else q
-            columns = torch.cat([p, *(row[1].unsqueeze(0) for row in bank), flat, *(row[2] for row in bank)])
+            columns = torch.cat(
+                [p, *(row[1].unsqueeze(0) for row in bank), flat, *(row[2] for row in bank)]
+            )
             loss = torch.nn.functional.cross_entropy(rows @ columns.T, torch.arange(len(rows)))
             losses.append(loss.item())
             used = [tensor for tensor in (q, p, n) if tensor.numel()]
@@ -71,7 +80,9 @@ class Scripted:
     def encode(self, batch):
         script = batch.query_ids[0]
         queries = script["q"].float().requires_grad_()
-        passages = torch.cat([script["p"].unsqueeze(1), script["n"]], dim=1).float().requires_grad_()
+        passages = (
+            torch.cat([script["p"].unsqueeze(1), script["n"]], dim=1).float().requires_grad_()
+        )
         self.leaves.append((queries, passages))
         return queries, passages
 
@@ -126,7 +137,12 @@ def test_loss_and_gradients_are_the_published_ones(size, hard):
 @pytest.mark.parametrize("hard", [0, 1])
 def test_without_query_bank_equals_passage_bank(hard):
     steps = script(hard)
-    assert apart(ours(steps, 12, "passage_bank", columns_only=True), published(steps, 12, queries=False)) < SAME
+    assert (
+        apart(
+            ours(steps, 12, "passage_bank", columns_only=True), published(steps, 12, queries=False)
+        )
+        < SAME
+    )
     assert apart(ours(steps, 12), published(steps, 12, queries=False)) > DIFFERENT
 
 

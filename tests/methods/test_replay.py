@@ -20,7 +20,12 @@ from helpers import (
 from contaccum.batch import Tokens, token_batches
 from contaccum.methods import METHODS, replay
 from contaccum.methods.loss import InfoNCE
-from contaccum.methods.replay import keep_probabilities, missing_gradient, sample_texts, systematic_sample
+from contaccum.methods.replay import (
+    keep_probabilities,
+    missing_gradient,
+    sample_texts,
+    systematic_sample,
+)
 from contaccum.runtime.engine import Engine
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
@@ -39,12 +44,16 @@ def prepared(share: float, dropout: float = 0.0) -> Engine:
     return engine
 
 
-def gradient(engine: Engine, method: str, batches: list, number: int = 0) -> dict[str, torch.Tensor]:
+def gradient(
+    engine: Engine, method: str, batches: list, number: int = 0
+) -> dict[str, torch.Tensor]:
     """Gradients of all parameters with the sample of optimizer step ``number``; zeros for a tower that was not replayed."""
     loss = InfoNCE(0.1)
     hard = batches[0].ids.columns.shape[1] - 1
     engine.begin_step(number)
-    METHODS[method](engine, batches, make_bank(16, engine.encoder.dim, loss, push=16, hard_negatives=hard), loss)
+    METHODS[method](
+        engine, batches, make_bank(16, engine.encoder.dim, loss, push=16, hard_negatives=hard), loss
+    )
     engine.reduce_gradients()
     found = gradients(engine.encoder)
     engine.drop_step()
@@ -58,7 +67,9 @@ def scale_by_bisection(norms: torch.Tensor, expected: float) -> torch.Tensor:
     low, high = 0.0, 1e6 / float(norms[norms > 0].min())
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if (middle * norms).clamp(max=1).sum() < expected else (low, middle)
+        low, high = (
+            (middle, high) if (middle * norms).clamp(max=1).sum() < expected else (low, middle)
+        )
     return (low * norms).clamp(max=1)
 
 
@@ -118,14 +129,18 @@ def test_systematic_sample_keeps_an_exact_count_at_the_given_rates(expected):
 
 
 def test_systematic_sample_rounds_a_fractional_count_up_or_down():
-    counts = [len(systematic_sample(torch.full((7,), 0.5).double(), offset / 10)) for offset in range(10)]
+    counts = [
+        len(systematic_sample(torch.full((7,), 0.5).double(), offset / 10)) for offset in range(10)
+    ]
     assert sorted(set(counts)) == [3, 4]
     assert sum(counts) == 35
 
 
 def test_text_of_probability_zero_is_never_kept_at_the_end_of_the_line():
     """The sum of the probabilities is rounded, so the last point can be beyond the last interval."""
-    gradients = torch.cat([torch.rand(31, 4, generator=torch.Generator().manual_seed(0)) + 0.1, torch.zeros(1, 4)])
+    gradients = torch.cat(
+        [torch.rand(31, 4, generator=torch.Generator().manual_seed(0)) + 0.1, torch.zeros(1, 4)]
+    )
     probabilities = keep_probabilities(gradients.norm(dim=1), 32 / 3)
     end = float(probabilities.sum())
     offset = (end + round(end, 6)) / 2 % 1
@@ -208,7 +223,9 @@ def test_samples_without_weights_have_another_mean(monkeypatch):
 def test_share_one_equals_the_method_without_replay_to_the_bit(method):
     data = [micro_batches(4, 4, 1, seed=i) for i in range(2)]
     plain, plain_loss = run_steps(method, data, dropout=0.2, bank_size=16, push=16)
-    whole, whole_loss = run_steps(method, data, dropout=0.2, bank_size=16, push=16, replay_share=1.0)
+    whole, whole_loss = run_steps(
+        method, data, dropout=0.2, bank_size=16, push=16, replay_share=1.0
+    )
     assert largest_difference(whole, plain) == 0
     assert whole_loss == plain_loss
     part, _ = run_steps(method, data, dropout=0.2, bank_size=16, push=16, replay_share=0.5)
@@ -240,7 +257,9 @@ def test_second_pass_encodes_the_share_within_one_micro_batch_of_tokens(monkeypa
 
     Tokens are counted instead of bytes, whose peak on a CPU depends on the allocator."""
     batches = micro_batches(4, 4, hard_negatives=2)
-    budget = max(batch.queries.input_ids.numel() + batch.passages.input_ids.numel() for batch in batches)
+    budget = max(
+        batch.queries.input_ids.numel() + batch.passages.input_ids.numel() for batch in batches
+    )
     engine, calls = prepared(0.5), []
     original = Engine.encode_texts
 
@@ -252,7 +271,9 @@ def test_second_pass_encodes_the_share_within_one_micro_batch_of_tokens(monkeypa
     monkeypatch.setattr(Engine, "encode_texts", recorded)
     monkeypatch.setattr(engine.encoder, "forward", torch.no_grad()(engine.encoder.forward))
     loss = InfoNCE(0.1)
-    (value,) = METHODS["grad_cache"](engine, batches, make_bank(0, engine.encoder.dim, loss, push=1), loss)
+    (value,) = METHODS["grad_cache"](
+        engine, batches, make_bank(0, engine.encoder.dim, loss, push=1), loss
+    )
     assert [sum(texts for side, texts, _ in calls if side == each) for each in (0, 1)] == [8, 24]
     assert all(texts * length <= budget for _, texts, length in calls)
     assert value.statistics["replay_share"] == 0.5
@@ -291,7 +312,9 @@ def test_balancing_lowers_the_error_of_the_gradient(monkeypatch):
 
     def error() -> float:
         draws = [gradient(engine, "grad_cache", batches, number) for number in range(30)]
-        return sum(float((draw[name] - exact[name]).square().sum()) for draw in draws for name in exact)
+        return sum(
+            float((draw[name] - exact[name]).square().sum()) for draw in draws for name in exact
+        )
 
     balanced = error()
     without_balance(monkeypatch)
@@ -316,11 +339,15 @@ def test_resumed_partial_replay_equals_uninterrupted_run_to_the_byte(method, tmp
     train(train_config(data, broken, method, **changes, resume=True))
     assert weights(broken) == weights(tmp_path / "whole")
     lines = [line for line in read_log(tmp_path / "whole") if "loss" in line]
-    assert all(line["replay_share"] == pytest.approx(0.5) and line["replay_variance"] > 0 for line in lines)
+    assert all(
+        line["replay_share"] == pytest.approx(0.5) and line["replay_variance"] > 0 for line in lines
+    )
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])
 def test_share_outside_zero_to_one_is_refused(share, tmp_path):
-    config = train_config(write_beir(tmp_path / "data"), tmp_path / "run", "grad_cache", **{"replay.share": share})
+    config = train_config(
+        write_beir(tmp_path / "data"), tmp_path / "run", "grad_cache", **{"replay.share": share}
+    )
     with pytest.raises(Exception, match=r"replay.share is .*, expected"):
         train(config)

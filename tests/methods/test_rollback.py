@@ -23,7 +23,9 @@ def push(bank: Bank, rows: int, seed: int, known: int = 2) -> None:
     more = torch.full((rows, known), NO_PASSAGE)
     more[:, :2] = ids.positives[:, :known]
     generator = torch.Generator().manual_seed(seed)
-    queries, passages = (torch.randn(rows, *shape, DIM, generator=generator) for shape in ((), (1 + hard,)))
+    queries, passages = (
+        torch.randn(rows, *shape, DIM, generator=generator) for shape in ((), (1 + hard,))
+    )
     bank.push(queries, passages, RowIds(ids.columns, more))
 
 
@@ -34,7 +36,9 @@ def push_often(bank: Bank, times: int) -> None:
 
 def everything(bank: Bank) -> dict:
     tensors, numbers = bank.state()
-    held = {name: (tuple(tensor.shape), tensor.numpy().tobytes()) for name, tensor in tensors.items()}
+    held = {
+        name: (tuple(tensor.shape), tensor.numpy().tobytes()) for name, tensor in tensors.items()
+    }
     return held | copy.deepcopy(numbers)
 
 
@@ -110,7 +114,9 @@ def test_only_what_the_step_overwrote_is_kept():
     (slots, contents), *others = bank._overwritten
     assert not others
     assert (slots.start, slots.stop) == (10, 12)
-    assert sum(content.numel() for content in contents if content.is_floating_point()) == 2 * (2 * DIM + 1)
+    assert sum(content.numel() for content in contents if content.is_floating_point()) == 2 * (
+        2 * DIM + 1
+    )
     kept = sum(before.numel() for _, before in bank.sums._before)
     assert kept == 1000 + 2 * len(bank.sums.table) < bank.sums.table.numel() / 10
     bank.end_step()

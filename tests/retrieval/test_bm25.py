@@ -18,15 +18,23 @@ TEXTS = {
     "e": ("Dogs", "dogs chase cats"),  # as b
 }
 CORPUS = Dataset.from_dict(
-    {"id": list(TEXTS), "title": [t for t, _ in TEXTS.values()], "text": [t for _, t in TEXTS.values()]}
+    {
+        "id": list(TEXTS),
+        "title": [t for t, _ in TEXTS.values()],
+        "text": [t for _, t in TEXTS.values()],
+    }
 )
-WORDS = {key: re.findall(r"\b\w\w+\b", f"{title} {text}".lower()) for key, (title, text) in TEXTS.items()}
+WORDS = {
+    key: re.findall(r"\b\w\w+\b", f"{title} {text}".lower()) for key, (title, text) in TEXTS.items()
+}
 STOP = {"and", "the", "is"}
 
 
 def formula(query: str, key: str, k1: float = 1.5, b: float = 0.75) -> float:
     """Lucene's BM25: the sum over query words of idf * tf / (tf + k1 * (1 - b + b * length / mean length))."""
-    documents = {name: [word for word in words if word not in STOP] for name, words in WORDS.items()}
+    documents = {
+        name: [word for word in words if word not in STOP] for name, words in WORDS.items()
+    }
     mean = np.mean([len(words) for words in documents.values()])
     score = 0.0
     for word in query.split():
@@ -52,7 +60,9 @@ def test_equal_passages_are_in_the_order_of_the_corpus_also_at_the_cut():
 
 
 def test_queries_without_a_known_word_find_nothing():
-    run = BM25(CORPUS).search({"unknown": "xylophone", "stop": "the is", "empty": "", "signs": "?!"})
+    run = BM25(CORPUS).search(
+        {"unknown": "xylophone", "stop": "the is", "empty": "", "signs": "?!"}
+    )
     assert run == {"unknown": [], "stop": [], "empty": [], "signs": []}
 
 

@@ -43,7 +43,9 @@ def bytes_of(folder: Path) -> dict[str, str]:
 
 
 def all_rows(folder: ShardFolder) -> tuple[list[str], np.ndarray]:
-    return [key for shard in folder for key in shard.ids], np.concatenate([shard.vectors for shard in folder])
+    return [key for shard in folder for key in shard.ids], np.concatenate(
+        [shard.vectors for shard in folder]
+    )
 
 
 def test_shards_hold_every_passage_in_order_with_title_and_text(tmp_path):
@@ -60,7 +62,9 @@ def test_parquet_holds_what_npy_holds(tmp_path, dtype):
     form = {"shard_size": 10, "dtype": dtype}
     encode_texts(WordEncoder(), passages(), tmp_path / "npy", **form)
     encode_texts(WordEncoder(), passages(), tmp_path / "e", **form, format="parquet", text=True)
-    (ids, vectors), (own_ids, own) = (all_rows(ShardFolder(tmp_path / name)) for name in ("npy", "e"))
+    (ids, vectors), (own_ids, own) = (
+        all_rows(ShardFolder(tmp_path / name)) for name in ("npy", "e")
+    )
     assert own_ids == ids
     assert own.dtype == dtype
     np.testing.assert_array_equal(own, vectors)
@@ -127,20 +131,25 @@ def test_half_precision_is_float32_rounded_once(tmp_path):
     encode_texts(WordEncoder(), passages(), tmp_path / "e", dtype="float16")
     _, vectors = all_rows(ShardFolder(tmp_path / "e"))
     assert vectors.dtype == np.float16
-    np.testing.assert_array_equal(vectors, encode_in_memory(WordEncoder(), passages()).vectors.astype(np.float16))
+    np.testing.assert_array_equal(
+        vectors, encode_in_memory(WordEncoder(), passages()).vectors.astype(np.float16)
+    )
 
 
 def test_three_processes_write_what_one_writes(tmp_path):
     encode_texts(WordEncoder(), passages(), tmp_path / "one", shard_size=4)
     finished = [
-        encode_texts(WordEncoder(), passages(), tmp_path / "three", Processes(r, 3), shard_size=4) for r in (2, 0, 1)
+        encode_texts(WordEncoder(), passages(), tmp_path / "three", Processes(r, 3), shard_size=4)
+        for r in (2, 0, 1)
     ]
     assert finished == [False, False, True]
     assert bytes_of(tmp_path / "three") == bytes_of(tmp_path / "one")
 
 
 def test_another_number_of_processes_makes_only_what_is_missing(tmp_path):
-    encode_texts(WordEncoder(), passages(), tmp_path / "e", Processes(1, 2), shard_size=4)  # shards 1, 3 and 5: 12 rows
+    encode_texts(
+        WordEncoder(), passages(), tmp_path / "e", Processes(1, 2), shard_size=4
+    )  # shards 1, 3 and 5: 12 rows
     encoder = WordEncoder()
     assert encode_texts(encoder, passages(), tmp_path / "e", shard_size=4)
     assert encoder.seen == ROWS - 12
@@ -193,15 +202,22 @@ def test_an_index_error_in_a_shard_is_not_the_end_of_the_corpus(tmp_path, monkey
 
 @pytest.mark.parametrize("name", ["00001.npy", "00001.ids.json", "00001.parquet"])
 @pytest.mark.parametrize("fault", ["flipped", "cut", "gone"])
-def test_a_damaged_shard_is_refused_by_the_reader_and_made_again_by_the_writer(tmp_path, name, fault):
-    folder, form = tmp_path / "e", {"shard_size": 10, "format": "parquet" if name.endswith("parquet") else "npy"}
+def test_a_damaged_shard_is_refused_by_the_reader_and_made_again_by_the_writer(
+    tmp_path, name, fault
+):
+    folder, form = (
+        tmp_path / "e",
+        {"shard_size": 10, "format": "parquet" if name.endswith("parquet") else "npy"},
+    )
     encode_texts(WordEncoder(), passages(), folder, **form)
     before = bytes_of(folder)
     data = (folder / name).read_bytes()
     if fault == "gone":
         (folder / name).unlink()
     else:
-        (folder / name).write_bytes(data[:-3] if fault == "cut" else data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+        (folder / name).write_bytes(
+            data[:-3] if fault == "cut" else data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]
+        )
     shards = ShardFolder(folder)
     assert len(shards[0].ids) == 10  # the others can be read
     with pytest.raises(InputError, match=name):
@@ -255,7 +271,10 @@ def test_a_changed_record_is_noticed_and_its_shard_is_encoded_again(tmp_path, ch
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"encoder": WordEncoder(name="other")}, "encoder 'words-48-passage', but now 'other-48-passage'"),
+        (
+            {"encoder": WordEncoder(name="other")},
+            "encoder 'words-48-passage', but now 'other-48-passage'",
+        ),
         ({"texts": passages(24)}, "source"),
         ({"shard_size": 5}, "shard_size 10, but now 5"),
         ({"dtype": "float16"}, "dtype 'float32', but now 'float16'"),
@@ -281,9 +300,18 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path):
 
 def test_reader_refuses_another_encoder_and_other_data(tmp_path):
     encode_texts(WordEncoder(), passages(), tmp_path / "e")
-    assert len(ShardFolder(tmp_path / "e", WordEncoder().fingerprint("passage"), passages().fingerprint)) == 1
+    assert (
+        len(
+            ShardFolder(
+                tmp_path / "e", WordEncoder().fingerprint("passage"), passages().fingerprint
+            )
+        )
+        == 1
+    )
     with pytest.raises(InputError, match="made by a different encoder"):
-        ShardFolder(tmp_path / "e", WordEncoder(name="other").fingerprint("passage"), passages().fingerprint)
+        ShardFolder(
+            tmp_path / "e", WordEncoder(name="other").fingerprint("passage"), passages().fingerprint
+        )
     with pytest.raises(InputError, match="made from different data"):
         ShardFolder(tmp_path / "e", WordEncoder().fingerprint("passage"), passages(24).fingerprint)
 
@@ -291,22 +319,32 @@ def test_reader_refuses_another_encoder_and_other_data(tmp_path):
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda m: m.update(format="thumbnails"), "found format 'thumbnails'; a manifest of embeddings has"),
+        (
+            lambda m: m.update(format="thumbnails"),
+            "found format 'thumbnails'; a manifest of embeddings has",
+        ),
         (lambda m: m.update(format_version=2), "has format_version 2"),
         (lambda m: m["shards"].pop(), "lists 2 shards, but its job has 3"),
         (
             lambda m: m["shards"].insert(0, m["shards"].pop()),
             r"shards\[0\] is 00002\.npy with 5 vectors",
         ),  # another order
-        (lambda m: m["shards"][1].update(vectors="../../secret.npy"), r"shards\[1\] is \.\./\.\./secret\.npy"),
+        (
+            lambda m: m["shards"][1].update(vectors="../../secret.npy"),
+            r"shards\[1\] is \.\./\.\./secret\.npy",
+        ),
         (
             lambda m: m["shards"][1].update(rows=9),
-            r"shards\[1\] is 00001\.npy with 9 vectors of dimension 48; expected 00001\.npy with 10",
+            r"shards\[1\] is 00001\.npy with 9 vectors of dimension 48; expected 00001\.npy with "
+            r"10",
         ),
         (lambda m: m["shards"][1].pop("sha256"), r"shards\[1\]: the field 'sha256' is missing"),
         (lambda m: m["job"].pop("dtype"), "job: the field 'dtype' is missing"),
         (lambda m: m["job"].update(shard_size=0), "shard_size is 0; expected at least 1"),
-        (lambda m: m["job"].update(dtype="object"), "dtype is 'object'; expected float16 or float32"),
+        (
+            lambda m: m["job"].update(dtype="object"),
+            "dtype is 'object'; expected float16 or float32",
+        ),
         (lambda m: m["job"].update(format="pickle"), "format is 'pickle'; expected npy or parquet"),
     ],
 )
@@ -320,7 +358,10 @@ def test_a_foreign_or_edited_manifest_is_refused(tmp_path, edit, words):
 
 
 def test_the_file_of_the_macos_finder_is_no_foreign_file(tmp_path):
-    """A folder that was opened in the Finder contains .DS_Store. It was once refused as a file of another program."""
+    """A folder that was opened in the Finder contains .DS_Store.
+
+    It was once refused as a file of another program.
+    """
     for _ in range(2):
         assert encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10)
         (tmp_path / "e" / ".DS_Store").touch()
@@ -353,7 +394,9 @@ class BrokenEncoder(WordEncoder):
         return vectors
 
 
-@pytest.mark.parametrize(("value", "dtype"), [(np.nan, "float32"), (-np.inf, "float32"), (70_000.0, "float16")])
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(np.nan, "float32"), (-np.inf, "float32"), (70_000.0, "float16")]
+)
 def test_an_embedding_that_is_not_finite_is_refused_by_its_id(tmp_path, value, dtype):
     with pytest.raises(InputError, match="'p7'"):
         encode_texts(BrokenEncoder(value), passages(), tmp_path / "e", dtype=dtype)
@@ -387,13 +430,19 @@ def test_a_disk_that_cannot_be_written_stops_the_encoding(tmp_path):
 
 
 def test_estimate_of_time_and_space_equals_hand_computation():
-    seconds, sentence = make_estimate(rows=1_000_000, dim=384, dtype="float16", sampled=32, seconds=0.4)
+    seconds, sentence = make_estimate(
+        rows=1_000_000, dim=384, dtype="float16", sampled=32, seconds=0.4
+    )
     assert seconds == 12_500
     assert sentence == "1,000,000 texts at 80 a second: about 3 h 28 min, 768 MB of vectors"
 
 
-@pytest.mark.parametrize(("least", "rows", "spoken"), [(0.0, 1600, True), (0.0, 1599, False), (1e9, 1600, False)])
-def test_a_long_job_announces_itself_once_on_stderr(tmp_path, capsys, monkeypatch, least, rows, spoken):
+@pytest.mark.parametrize(
+    ("least", "rows", "spoken"), [(0.0, 1600, True), (0.0, 1599, False), (1e9, 1600, False)]
+)
+def test_a_long_job_announces_itself_once_on_stderr(
+    tmp_path, capsys, monkeypatch, least, rows, spoken
+):
     monkeypatch.setattr(encode_module, "ESTIMATE_SECONDS", least)
     encoder = WordEncoder()
     encode_texts(encoder, passages(rows), tmp_path / "e", dtype="float16")
@@ -401,7 +450,10 @@ def test_a_long_job_announces_itself_once_on_stderr(tmp_path, capsys, monkeypatc
     said = [line for line in err.splitlines() if line.startswith("contaccum: ")]
     assert out == ""
     assert len(said) == spoken
-    assert all(line.startswith("contaccum: 1,600 texts at ") and line.endswith(", 0 MB of vectors") for line in said)
+    assert all(
+        line.startswith("contaccum: 1,600 texts at ") and line.endswith(", 0 MB of vectors")
+        for line in said
+    )
     assert encoder.seen == rows + (33 if rows == 1600 else 0)
     encode_texts(encoder, passages(rows), tmp_path / "e", dtype="float16")
     assert capsys.readouterr().err.count("contaccum: ") == 0  # nothing is left to do
@@ -412,7 +464,8 @@ def test_the_same_large_value_fits_float32(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"), [({"dtype": "int8"}, "dtype is 'int8'"), ({"shard_size": 0}, "at least 1")]
+    ("settings", "words"),
+    [({"dtype": "int8"}, "dtype is 'int8'"), ({"shard_size": 0}, "at least 1")],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path, settings, words):
     with pytest.raises(InputError, match=words):
@@ -422,4 +475,13 @@ def test_settings_that_cannot_be_are_refused(tmp_path, settings, words):
 def test_source_fingerprint_knows_where_one_text_ends_and_the_next_begins():
     first = Texts.of_queries({"a": "bc"}).fingerprint
     assert first == Texts.of_queries({"a": "bc"}).fingerprint
-    assert len({first, Texts.of_queries({"ab": "c"}).fingerprint, Texts.of_queries({"a": "cb"}).fingerprint}) == 3
+    assert (
+        len(
+            {
+                first,
+                Texts.of_queries({"ab": "c"}).fingerprint,
+                Texts.of_queries({"a": "cb"}).fingerprint,
+            }
+        )
+        == 3
+    )

@@ -11,7 +11,10 @@ from contaccum.retrieval.retriever import search_vectors as search
 from contaccum.retrieval.shards import Shard
 
 VECTORS = np.random.default_rng(0).standard_normal((600, 16)).astype(np.float32)
-SHARDS = [Shard([f"p{row:03d}" for row in range(at, at + 200)], VECTORS[at : at + 200]) for at in range(0, 600, 200)]
+SHARDS = [
+    Shard([f"p{row:03d}" for row in range(at, at + 200)], VECTORS[at : at + 200])
+    for at in range(0, 600, 200)
+]
 QUERIES = VECTORS[::60] + np.float32(0.01)
 NAMES = [f"q{n}" for n in range(10)]
 
@@ -37,7 +40,10 @@ def test_an_index_finds_what_exact_search_finds(factory, shared):
     common = [len({key for key, _ in found[q]} & {key for key, _ in right[q]}) / 10 for q in NAMES]
     assert np.mean(common) >= shared
     other = search(NAMES, -QUERIES, SHARDS, 10, factory=factory)
-    assert np.mean([len({k for k, _ in other[q]} & {k for k, _ in right[q]}) / 10 for q in NAMES]) < 0.3
+    assert (
+        np.mean([len({k for k, _ in other[q]} & {k for k, _ in right[q]}) / 10 for q in NAMES])
+        < 0.3
+    )
 
 
 LONG = {
@@ -52,7 +58,9 @@ LONG = {
 
 @pytest.mark.parametrize("factory", LONG.values(), ids=LONG)
 def test_a_long_string_is_refused_by_its_length(factory):
-    with pytest.raises(InputError, match=rf"^factory: found {len(factory)} characters; expected .* 1 to 200"):
+    with pytest.raises(
+        InputError, match=rf"^factory: found {len(factory)} characters; expected .* 1 to 200"
+    ):
         Index.build(SHARDS, Origin(factory))
 
 
@@ -65,14 +73,18 @@ def test_a_string_of_other_characters_is_refused(factory):
 @pytest.mark.parametrize("params", ["nprobe=1," * 12_000, "nprobe=" + "9" * 300])
 def test_long_search_parameters_are_refused(params):
     index = Index.build(SHARDS, Origin("IVF4,Flat"))
-    with pytest.raises(InputError, match=rf"search_params: found {len(params)} characters; at most 200"):
+    with pytest.raises(
+        InputError, match=rf"search_params: found {len(params)} characters; at most 200"
+    ):
         index.set_search_params(params)
 
 
 @pytest.mark.parametrize("factory", ["HNSW8,PQ4", "HNSW16,PQ2"])
 def test_an_index_that_sorts_by_distance_is_refused(factory):
     """Its scores are best when small, so that the worst passages would come first."""
-    with pytest.raises(InputError, match="faiss ranks its results by distance, not by inner product"):
+    with pytest.raises(
+        InputError, match="faiss ranks its results by distance, not by inner product"
+    ):
         search(NAMES, QUERIES, SHARDS, 10, factory=factory)
 
 

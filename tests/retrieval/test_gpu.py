@@ -1,4 +1,7 @@
-"""faiss on GPUs, with what the same index says on the CPU as the reference. Skipped where faiss sees no GPU."""
+"""faiss on GPUs, with what the same index says on the CPU as the reference.
+
+Skipped where faiss sees no GPU.
+"""
 
 import numpy as np
 import pytest
@@ -23,7 +26,10 @@ QUERIES = made(20, seed=1)
 
 def shards(dtype: str = "float32") -> list[Shard]:
     vectors = made(5000, seed=0).astype(dtype)
-    return [Shard([f"p{n}" for n in range(at, at + 1000)], vectors[at : at + 1000]) for at in range(0, 5000, 1000)]
+    return [
+        Shard([f"p{n}" for n in range(at, at + 1000)], vectors[at : at + 1000])
+        for at in range(0, 5000, 1000)
+    ]
 
 
 @pytest.mark.parametrize("factory", ["Flat", "IVF16,Flat", "IVF16,SQfp16", "IVF16,PQ8"])
@@ -60,4 +66,7 @@ def test_more_results_than_a_gpu_gives_come_from_the_cpu():
 def test_several_gpus_hold_a_part_each():
     index = Index.build(shards())
     parts = faiss_library.load_faiss().downcast_index(index._gpu_copies(search_gpus()))
-    assert sorted(parts.at(n).ntotal for n in range(parts.count())) == [5000 // gpu_count()] * gpu_count()
+    assert (
+        sorted(parts.at(n).ntotal for n in range(parts.count()))
+        == [5000 // gpu_count()] * gpu_count()
+    )

@@ -46,14 +46,20 @@ def test_a_saved_index_answers_as_before(tmp_path, factory):
     built = Index.build(shards(), Origin(factory, encoder="abc"))
     built.save(tmp_path / "index")
     loaded = Index.load(tmp_path / "index")
-    assert (loaded.origin, loaded.dimension, len(loaded)) == (Origin(factory, encoder="abc"), 16, 200)
+    assert (loaded.origin, loaded.dimension, len(loaded)) == (
+        Origin(factory, encoder="abc"),
+        16,
+        200,
+    )
     assert search_index(loaded) == search_index(built)
 
 
 def test_a_flat_index_finds_what_streaming_finds():
     indexed = search_index(Index.build(shards()))
     streamed = search(NAMES, QUERIES, shards(), 10)
-    assert [[key for key, _ in hits] for hits in indexed.values()] == [[key for key, _ in h] for h in streamed.values()]
+    assert [[key for key, _ in hits] for hits in indexed.values()] == [
+        [key for key, _ in h] for h in streamed.values()
+    ]
 
 
 def test_several_threads_build_a_graph_that_serves_as_well(monkeypatch):
@@ -79,7 +85,9 @@ def test_a_damaged_index_is_refused_before_faiss_reads_it(tmp_path, fault, monke
     path.unlink()
     if fault == "flipped":
         path.write_bytes(data[:9] + bytes([data[9] ^ 1]) + data[10:])
-    monkeypatch.setattr(index_module, "load_faiss", lambda: pytest.fail("faiss was asked to read a damaged index"))
+    monkeypatch.setattr(
+        index_module, "load_faiss", lambda: pytest.fail("faiss was asked to read a damaged index")
+    )
     with pytest.raises(InputError, match=r"index\.faiss"):
         Index.load(tmp_path / "index")
 
@@ -97,13 +105,17 @@ def test_a_manifest_that_is_missing_foreign_or_untrue_is_refused(tmp_path):
     Index.build(shards()).save(folder)
     manifest = read_json(folder / "manifest.json")
     write_json(folder / "manifest.json", manifest | {"format": "contaccum-embeddings"})
-    with pytest.raises(InputError, match="found format 'contaccum-embeddings'; expected 'contaccum-index'"):
+    with pytest.raises(
+        InputError, match="found format 'contaccum-embeddings'; expected 'contaccum-index'"
+    ):
         Index.load(folder)
     write_json(folder / "manifest.json", manifest | {"sha256": ""})
     with pytest.raises(InputError, match=r"index\.faiss"):
         Index.load(folder)
     write_json(folder / "manifest.json", manifest | {"dimension": 17})
-    with pytest.raises(InputError, match=r"200 vectors of dimension 16, but .* has 200 vectors of dimension 17"):
+    with pytest.raises(
+        InputError, match=r"200 vectors of dimension 16, but .* has 200 vectors of dimension 17"
+    ):
         Index.load(folder)
 
 
@@ -186,7 +198,9 @@ def gpu_calls(monkeypatch) -> list[tuple[bool, list[int]]]:
     def copies(index, options, gpus):
         calls.append((options.shard, gpus))
         if isinstance(index, faiss.IndexHNSW):
-            raise RuntimeError("Error in ToGpuCloner at GpuCloner.cpp:1: Error: not implemented on GPU")
+            raise RuntimeError(
+                "Error in ToGpuCloner at GpuCloner.cpp:1: Error: not implemented on GPU"
+            )
         return index
 
     monkeypatch.setattr(faiss_library, "gpu_count", lambda: 2)
@@ -210,7 +224,11 @@ def test_with_gpus_the_index_is_divided_over_them_once(gpu_calls):
         ("cpu", {}, []),
         ("mps", {}, []),
         ("auto", {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, [1]),
-        ("cuda:0", {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}, [0]),
+        (
+            "cuda:0",
+            {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"},
+            [0],
+        ),
         (
             "cuda:0",
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
@@ -242,7 +260,10 @@ def test_torch_stays_off_a_gpu_beside_an_encoder_on_the_cpu(monkeypatch):
         "MASTER_PORT": 29500,
     }.items():
         monkeypatch.setenv(name, str(value))
-    indexes = {device: exact.ExactIndex(shards(), device=device) for device in ("cpu", "mps", "cuda:0", "auto")}
+    indexes = {
+        device: exact.ExactIndex(shards(), device=device)
+        for device in ("cpu", "mps", "cuda:0", "auto")
+    }
     places = {device: (index.backend, str(index.device)) for device, index in indexes.items()}
     gpus = {"cuda:0": ("torch", "cuda:0"), "auto": ("torch", "cuda:1")}
     assert places == {"cpu": ("faiss", "cpu"), "mps": ("faiss", "cpu"), **gpus}
@@ -256,7 +277,9 @@ def test_a_searcher_puts_its_index_on_its_encoders_gpus_once(gpu_calls, device, 
     build = Index.build
     monkeypatch.setattr(Index, "build", lambda *a, **b: built.append(a) or build(*a, **b))
     monkeypatch.setattr(WordEncoder, "device", device)
-    corpus = Dataset.from_dict({"id": NAMES * 20, "title": [""] * 100, "text": [f"word{n}" for n in range(100)]})
+    corpus = Dataset.from_dict(
+        {"id": NAMES * 20, "title": [""] * 100, "text": [f"word{n}" for n in range(100)]}
+    )
     searcher = Retriever.open(WordEncoder(), corpus, SearchConfig(factory="IVF8,Flat"))
     found = [searcher.search({"q": f"word{n}"}, 3)["q"][0][0] for n in (2, 4, 3)]
     assert found == ["q2", "q4", "q3"]
@@ -269,10 +292,14 @@ def test_a_search_that_a_gpu_refuses_goes_on_on_the_cpu_with_a_warning(gpu_calls
     untrained = faiss.index_factory(16, "SQ8")  # refuses every search, in every version of faiss
     monkeypatch.setattr(faiss, "index_cpu_to_gpus_list", lambda *_: untrained)
     built = Index.build(shards(), Origin("IVF8,Flat"))
-    with pytest.warns(UserWarning, match=r"'IVF8,Flat': faiss cannot search it .*'is_trained' failed"):
+    with pytest.warns(
+        UserWarning, match=r"'IVF8,Flat': faiss cannot search it .*'is_trained' failed"
+    ):
         found = built.search(QUERIES, 5)
     np.testing.assert_array_equal(found[1], built.index.search(QUERIES, 5)[1])
-    np.testing.assert_array_equal(found[1], built.search(QUERIES, 5)[1])  # without asking the GPU, or warning, again
+    np.testing.assert_array_equal(
+        found[1], built.search(QUERIES, 5)[1]
+    )  # without asking the GPU, or warning, again
 
 
 def test_a_search_that_the_cpu_refuses_too_is_refused(gpu_calls, monkeypatch):
@@ -293,7 +320,9 @@ def test_more_results_than_a_gpu_can_give_are_searched_on_the_cpu(gpu_calls):
 
 def test_an_index_without_gpu_form_is_searched_on_the_cpu_with_a_warning(gpu_calls):
     built = Index.build(shards(), Origin("HNSW8"))
-    with pytest.warns(UserWarning, match=r"'HNSW8': faiss cannot search it on the GPU \(not implemented on GPU\)"):
+    with pytest.warns(
+        UserWarning, match=r"'HNSW8': faiss cannot search it on the GPU \(not implemented on GPU\)"
+    ):
         found = built.search(QUERIES, 5)
     np.testing.assert_array_equal(found[1], built.index.search(QUERIES, 5)[1])
 
@@ -360,7 +389,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 @pytest.mark.parametrize("backend", ["faiss", "torch"])
 def test_exact_search_holds_a_few_shards_and_not_the_corpus(backend):
-    done = subprocess.run([sys.executable, "-c", PEAK, backend], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, backend], capture_output=True, text=True, check=True
+    )
     assert float(done.stdout) < 90  # MB, of a corpus of 352
 
 
@@ -369,17 +400,26 @@ KEPT = Origin("IVF8,Flat", 3, "encoder", "source")
 
 def test_a_kept_index_is_built_once_and_read_afterwards(tmp_path):
     built = Index.load_or_build(tmp_path / "index", KEPT, shards)
-    read = Index.load_or_build(tmp_path / "index", KEPT, lambda: pytest.fail("the index was built again"))
+    read = Index.load_or_build(
+        tmp_path / "index", KEPT, lambda: pytest.fail("the index was built again")
+    )
     assert search_index(read) == search_index(built)
     assert read.origin == KEPT
 
 
-@pytest.mark.parametrize("change", [{"factory": "HNSW8"}, {"seed": 4}, {"encoder": "other"}, {"source": "other"}])
-def test_a_kept_index_of_another_origin_is_refused_before_its_file_is_read(tmp_path, change, monkeypatch):
+@pytest.mark.parametrize(
+    "change", [{"factory": "HNSW8"}, {"seed": 4}, {"encoder": "other"}, {"source": "other"}]
+)
+def test_a_kept_index_of_another_origin_is_refused_before_its_file_is_read(
+    tmp_path, change, monkeypatch
+):
     Index.load_or_build(tmp_path / "index", KEPT, shards)
     monkeypatch.setattr(index_module, "load_faiss", lambda: pytest.fail("faiss was asked for"))
     ((name, value),) = change.items()
-    with pytest.raises(InputError, match=rf"belongs to different vectors or settings \({name} .*, but now {value!r}\)"):
+    with pytest.raises(
+        InputError,
+        match=rf"belongs to different vectors or settings \({name} .*, but now {value!r}\)",
+    ):
         Index.load_or_build(tmp_path / "index", replace(KEPT, **change), shards)
 
 
@@ -388,7 +428,9 @@ def test_a_folder_of_something_else_is_refused_before_the_index_is_built(tmp_pat
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")
     (tmp_path / "vectors").mkdir()
-    write_json(tmp_path / "vectors" / "manifest.json", {"format": "contaccum-embeddings", "version": 1})
+    write_json(
+        tmp_path / "vectors" / "manifest.json", {"format": "contaccum-embeddings", "version": 1}
+    )
     for name, words in (
         ("file", "is a file; expected a folder for an index"),
         ("photos", "contains files that do not belong to an index"),

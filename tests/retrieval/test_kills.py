@@ -68,7 +68,9 @@ def assert_survives_kills(
 
 def files(folder: Path) -> dict[str, bytes]:
     """Contents by name, without lock files: the next call that needs the lock takes it over from the dead process."""
-    found = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".lock")]
+    found = [
+        path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".lock")
+    ]
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
@@ -77,16 +79,26 @@ def test_the_call_after_a_killed_mining_leaves_no_unfinished_file(tmp_path, firs
     data = write_beir(tmp_path / "data")
 
     def call(folder: Path) -> None:
-        mine(EncoderConfig("bm25"), str(data), str(folder / "mined.jsonl"), mining=MineConfig(num_negatives=2))
+        mine(
+            EncoderConfig("bm25"),
+            str(data),
+            str(folder / "mined.jsonl"),
+            mining=MineConfig(num_negatives=2),
+        )
 
-    assert_survives_kills(call, tmp_path, first, lambda folder: (folder / "mined.jsonl").read_bytes())
+    assert_survives_kills(
+        call, tmp_path, first, lambda folder: (folder / "mined.jsonl").read_bytes()
+    )
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_the_call_after_a_killed_encoding_leaves_no_unfinished_file(tmp_path, first):
     texts = Texts.of_queries({f"q{n}": f"word{n}" for n in range(20)})
     assert_survives_kills(
-        lambda folder: encode_texts(WordEncoder(), texts, folder / "e", shard_size=10), tmp_path, first, files
+        lambda folder: encode_texts(WordEncoder(), texts, folder / "e", shard_size=10),
+        tmp_path,
+        first,
+        files,
     )
 
 
@@ -95,5 +107,8 @@ def test_the_call_after_a_killed_index_leaves_no_unfinished_file(tmp_path, first
     vectors = np.random.default_rng(0).standard_normal((50, 8)).astype(np.float32)
     shards, origin = [Shard([str(n) for n in range(50)], vectors)], Origin("SQ8")
     assert_survives_kills(
-        lambda folder: Index.load_or_build(folder / "i", origin, lambda: shards), tmp_path, first, files
+        lambda folder: Index.load_or_build(folder / "i", origin, lambda: shards),
+        tmp_path,
+        first,
+        files,
     )

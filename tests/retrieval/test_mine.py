@@ -60,7 +60,11 @@ def queries(data):
     return MiningQueries(open_examples(data))
 
 
-def dense(queries: MiningQueries, settings: SearchConfig = SearchConfig(), encoder=None) -> Retriever:  # noqa: B008
+def dense(
+    queries: MiningQueries,
+    settings: SearchConfig = SearchConfig(),  # noqa: B008
+    encoder=None,
+) -> Retriever:
     return Retriever.open(encoder or WordEncoder(), queries.corpus, settings, extra=queries.extra)
 
 
@@ -68,22 +72,32 @@ def content(row: dict) -> str:
     return f"{row['title']} {row['text']}".strip()
 
 
-def mined(queries: MiningQueries, retriever, folder, rerank=None, to="jsonl", **settings) -> list[dict]:
+def mined(
+    queries: MiningQueries, retriever, folder, rerank=None, to="jsonl", **settings
+) -> list[dict]:
     output = folder / f"{time.monotonic_ns()}.jsonl"
     Miner(queries, retriever, MineConfig(**settings), to, rerank).write(output, {})
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
-def slowly(queries: MiningQueries, scores: dict[str, dict[str, float]], settings: MineConfig) -> list[tuple]:
+def slowly(
+    queries: MiningQueries, scores: dict[str, dict[str, float]], settings: MineConfig
+) -> list[tuple]:
     """Every passage looked at for every query, one rule after the other: ids and scores of the negatives."""
     found = []
     for example in queries.examples:
         own = scores[example.query.text]
         texts = {example.query.text, *(passage.content for passage in example.positives)}
         lowest = min(own[passage.id] for passage in example.positives)
-        ranking = sorted(((own[row["id"]], row["id"], row) for row in queries.corpus), key=lambda hit: -hit[0])
-        ranking = [hit for hit in ranking if hit[1] not in {passage.id for passage in example.positives}]
-        ranking = [hit for hit in ranking if not texts & {content(hit[2]), hit[2]["text"]}][: settings.range_max]
+        ranking = sorted(
+            ((own[row["id"]], row["id"], row) for row in queries.corpus), key=lambda hit: -hit[0]
+        )
+        ranking = [
+            hit for hit in ranking if hit[1] not in {passage.id for passage in example.positives}
+        ]
+        ranking = [hit for hit in ranking if not texts & {content(hit[2]), hit[2]["text"]}][
+            : settings.range_max
+        ]
         earlier: list[str] = []
         left = []
         for score, key, row in ranking:
@@ -92,7 +106,9 @@ def slowly(queries: MiningQueries, scores: dict[str, dict[str, float]], settings
             earlier.append(content(row))
             if settings.absolute_margin is not None and score > lowest - settings.absolute_margin:
                 continue
-            if settings.relative_margin is not None and score > lowest * (1 - settings.relative_margin):
+            if settings.relative_margin is not None and score > lowest * (
+                1 - settings.relative_margin
+            ):
                 continue
             if settings.max_score is not None and score > settings.max_score:
                 continue
@@ -127,7 +143,14 @@ def test_dense_mining_is_the_slow_version(name, queries, tmp_path, monkeypatch):
         for row, hits in zip(found, expected, strict=True):
             assert row["neg_id"] == [key for key, _ in hits]
             assert row["neg_scores"] == pytest.approx([score for _, score in hits], abs=1e-6)
-    assert slowly(queries, all_inner_products(queries), replace(settings, range_min=settings.range_min + 1)) != expected
+    assert (
+        slowly(
+            queries,
+            all_inner_products(queries),
+            replace(settings, range_min=settings.range_min + 1),
+        )
+        != expected
+    )
 
 
 def test_lexical_mining_is_the_slow_version(queries, tmp_path):
@@ -162,26 +185,42 @@ def test_what_is_known_is_never_mined(queries, tmp_path):
 
 def test_random_negatives_are_a_function_of_seed_and_query():
     scores, positives = np.linspace(0.9, 0.1, 30), np.array([0.8], dtype=np.float32)
-    settings = MineConfig(num_negatives=4, range_min=2, relative_margin=0.1, sampling_strategy="random")
-    drawn = [select_negatives(scores, positives, settings, number).indices for number in range(2000)]
+    settings = MineConfig(
+        num_negatives=4, range_min=2, relative_margin=0.1, sampling_strategy="random"
+    )
+    drawn = [
+        select_negatives(scores, positives, settings, number).indices for number in range(2000)
+    ]
     window = np.flatnonzero(scores <= 0.8 * 0.9)[2:]
     assert all(list(places) == sorted(set(places)) and len(places) == 4 for places in drawn)
     counts = Counter(place for places in drawn for place in places)
     assert set(counts) == set(window)
     expected = 2000 * 4 / len(window)
     assert max(abs(count - expected) for count in counts.values()) < 5 * np.sqrt(expected)
-    again = [select_negatives(scores, positives, settings, number).indices for number in range(2000)]
+    again = [
+        select_negatives(scores, positives, settings, number).indices for number in range(2000)
+    ]
     assert all(np.array_equal(one, other) for one, other in zip(drawn, again, strict=True))
-    other = [select_negatives(scores, positives, replace(settings, seed=1), number).indices for number in range(2000)]
+    other = [
+        select_negatives(scores, positives, replace(settings, seed=1), number).indices
+        for number in range(2000)
+    ]
     assert not all(np.array_equal(one, two) for one, two in zip(drawn, other, strict=True))
 
 
 def test_a_margin_under_a_negative_positive_lies_below_it():
     """5 % less of a negative score would be more; as in sentence-transformers the margin is taken off."""
     scores, positives = np.array([-0.39, -0.41, -0.43]), np.array([-0.4], dtype=np.float32)
-    assert list(select_negatives(scores, positives, MineConfig(relative_margin=0.05), 0).indices) == [2]
-    assert select_negatives(scores, positives, MineConfig(relative_margin=0.05), 0).removed == {"relative_margin": 2}
-    assert list(select_negatives(scores, positives, MineConfig(absolute_margin=0), 0).indices) == [1, 2]
+    assert list(
+        select_negatives(scores, positives, MineConfig(relative_margin=0.05), 0).indices
+    ) == [2]
+    assert select_negatives(scores, positives, MineConfig(relative_margin=0.05), 0).removed == {
+        "relative_margin": 2
+    }
+    assert list(select_negatives(scores, positives, MineConfig(absolute_margin=0), 0).indices) == [
+        1,
+        2,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -191,10 +230,12 @@ def models(tmp_path_factory):
     data = write_beir(folder / "data")
     texts = [content(row) for row in open_corpus(data)]
     tower = tiny_tower(texts, "mean", layers=1, width=32, vocabulary=200, max_length=64, seed=0)
-    DualEncoder(tower, tower, EncoderSettings(max_query_length=32, max_passage_length=64, tie_towers=True)).save(
-        folder / "encoder"
+    DualEncoder(
+        tower, tower, EncoderSettings(max_query_length=32, max_passage_length=64, tie_towers=True)
+    ).save(folder / "encoder")
+    config = BertConfig.from_dict(
+        {**tower.backbone.config.to_dict(), "num_labels": 1, "initializer_range": 0.5}
     )
-    config = BertConfig.from_dict({**tower.backbone.config.to_dict(), "num_labels": 1, "initializer_range": 0.5})
     torch.manual_seed(1)
     BertForSequenceClassification(config).save_pretrained(folder / "cross")
     tower.tokenizer.save_pretrained(folder / "cross")
@@ -221,10 +262,16 @@ def test_it_mines_what_sentence_transformers_mines(name, models, tmp_path):
 
     options = {"num_negatives": 5, "range_max": 40, **PEER[name]}
     queries = MiningQueries(open_examples(models / "data"))
-    pairs = [(example.query.text, passage.content) for example in queries.examples for passage in example.positives]
+    pairs = [
+        (example.query.text, passage.content)
+        for example in queries.examples
+        for passage in example.positives
+    ]
     cross = options.pop("cross_encoder", None) and str(models / "cross")
     peer = mine_hard_negatives(
-        Dataset.from_dict({"query": [pair[0] for pair in pairs], "positive": [pair[1] for pair in pairs]}),
+        Dataset.from_dict(
+            {"query": [pair[0] for pair in pairs], "positive": [pair[1] for pair in pairs]}
+        ),
         SentenceTransformer(str(models / "encoder" / "query_encoder"), device="cpu"),
         corpus=[content(row) for row in queries.passages],
         cross_encoder=PeerCrossEncoder(cross, device="cpu") if cross else None,
@@ -243,8 +290,12 @@ def test_it_mines_what_sentence_transformers_mines(name, models, tmp_path):
         negatives = expected.get(row["query"], {})
         assert row["neg"] == list(negatives)
         for score, scores in zip(row["neg_scores"], negatives.values(), strict=True):
-            assert [min(row["pos_scores"]), score] == pytest.approx([min(row["pos_scores"]), scores[1]], abs=1e-5)
-            assert any(scores[0] == pytest.approx(positive, abs=1e-5) for positive in row["pos_scores"])
+            assert [min(row["pos_scores"]), score] == pytest.approx(
+                [min(row["pos_scores"]), scores[1]], abs=1e-5
+            )
+            assert any(
+                scores[0] == pytest.approx(positive, abs=1e-5) for positive in row["pos_scores"]
+            )
     plain = mined(queries, search, tmp_path, num_negatives=5, range_max=40)
     assert ([row["neg"] for row in plain] == [row["neg"] for row in found]) == (name == "top")
 
@@ -265,7 +316,8 @@ def test_a_model_that_is_no_cross_encoder_is_refused(models, tmp_path):
         CrossEncoder(str(tmp_path / "damaged"), "cpu", 7)
     weights.unlink()
     with pytest.raises(
-        InputError, match=r"damaged: cannot be loaded as a cross-encoder .*no file named model\.safetensors"
+        InputError,
+        match=r"damaged: cannot be loaded as a cross-encoder .*no file named model\.safetensors",
     ):
         CrossEncoder(str(tmp_path / "damaged"), "cpu", 7)
 
@@ -277,14 +329,20 @@ def test_an_approximate_index_is_scored_exactly(queries, tmp_path):
     found = mined(queries, rough, tmp_path, **settings)
     scores = all_inner_products(queries)
     for row in found:
-        assert row["neg_scores"] == pytest.approx([scores[row["query"]][key] for key in row["neg_id"]], abs=1e-6)
+        assert row["neg_scores"] == pytest.approx(
+            [scores[row["query"]][key] for key in row["neg_id"]], abs=1e-6
+        )
     assert [row["pos_scores"] for row in found] == [row["pos_scores"] for row in exact]
     negatives = [row["neg_id"] for row in exact]
     few = dense(queries, SearchConfig(factory="IVF4,Flat", search_params="nprobe=1"))
     assert [row["neg_id"] for row in mined(queries, few, tmp_path, **settings)] != negatives
-    kept = SearchConfig(factory="IVF4,Flat", search_params="nprobe=4", index_dir=str(tmp_path / "index"))
+    kept = SearchConfig(
+        factory="IVF4,Flat", search_params="nprobe=4", index_dir=str(tmp_path / "index")
+    )
     for _ in range(2):
-        assert [row["neg_id"] for row in mined(queries, dense(queries, kept), tmp_path, **settings)] == negatives
+        assert [
+            row["neg_id"] for row in mined(queries, dense(queries, kept), tmp_path, **settings)
+        ] == negatives
 
 
 @pytest.mark.parametrize("form", ["jsonl", "dpr", "tevatron"])
@@ -296,32 +354,53 @@ def test_every_form_is_training_data_with_scores(form, data, tmp_path):
     found = list(read_examples(output))
     queries = MiningQueries(open_examples(data))
     plain = mined(queries, BM25(queries.corpus, queries.extra), tmp_path, **vars(options))
-    assert [[p.id for p in example.negatives] for example in found] == [row["neg_id"] for row in plain]
-    assert [[p.content for p in example.positives] for example in found] == [row["pos"] for row in plain]
+    assert [[p.id for p in example.negatives] for example in found] == [
+        row["neg_id"] for row in plain
+    ]
+    assert [[p.content for p in example.positives] for example in found] == [
+        row["pos"] for row in plain
+    ]
     assert report["queries"] == 40
     assert report["negatives"] == sum(len(row["neg"]) for row in plain)
     margins = [min(row["pos_scores"]) - score for row in plain for score in row["neg_scores"]]
     assert report["scores"]["margins"]["mean"] == pytest.approx(np.mean(margins))
     assert report["scores"]["margins"]["25%"] == pytest.approx(np.quantile(margins, 0.25))
     if form != "jsonl":
-        records = json.loads(output.read_text()) if form == "dpr" else map(json.loads, output.read_text().splitlines())
+        records = (
+            json.loads(output.read_text())
+            if form == "dpr"
+            else map(json.loads, output.read_text().splitlines())
+        )
         name = "hard_negative_ctxs" if form == "dpr" else "negative_passages"
-        assert [[p["score"] for p in record[name]] for record in records] == [row["neg_scores"] for row in plain]
+        assert [[p["score"] for p in record[name]] for record in records] == [
+            row["neg_scores"] for row in plain
+        ]
     assert {path.name for path in tmp_path.glob("mined*")} == {"mined.file", "mined.about.json"}
     with pytest.raises(InputError, match="exists already; choose a new path"):
         mine(EncoderConfig("bm25"), str(data), str(output), to=form, mining=options)
 
 
-def test_of_a_corpus_beside_the_data_alone_is_mined_and_positives_that_it_lacks_are_scored(data, tmp_path):
+def test_of_a_corpus_beside_the_data_alone_is_mined_and_positives_that_it_lacks_are_scored(
+    data, tmp_path
+):
     convert(data, tmp_path / "train.jsonl", "jsonl")
     lines = (data / "corpus.jsonl").read_text().splitlines()
-    extra = [json.dumps({"_id": f"x{n}", "title": "", "text": f"a red fox lives in valley {n}"}) for n in range(60, 70)]
+    extra = [
+        json.dumps({"_id": f"x{n}", "title": "", "text": f"a red fox lives in valley {n}"})
+        for n in range(60, 70)
+    ]
     (tmp_path / "corpus.jsonl").write_text("\n".join([*lines[:20], *extra]) + "\n")
-    queries = MiningQueries(open_examples(tmp_path / "train.jsonl"), open_corpus(tmp_path / "corpus.jsonl"))
-    assert sorted(queries.passages["id"]) == sorted([f"p{n}" for n in range(40)] + [f"x{n}" for n in range(60, 70)])
+    queries = MiningQueries(
+        open_examples(tmp_path / "train.jsonl"), open_corpus(tmp_path / "corpus.jsonl")
+    )
+    assert sorted(queries.passages["id"]) == sorted(
+        [f"p{n}" for n in range(40)] + [f"x{n}" for n in range(60, 70)]
+    )
     given = {f"p{n}" for n in range(20)} | {f"x{n}" for n in range(60, 70)}
     settings = MineConfig(num_negatives=25, range_max=25)
-    expected = [[key for key, _ in hits] for hits in slowly(queries, all_inner_products(queries), settings)]
+    expected = [
+        [key for key, _ in hits] for hits in slowly(queries, all_inner_products(queries), settings)
+    ]
     assert {len(keys) for keys in expected} == {25}  # of 30: what is left out costs no depth
     for factory in ("Flat", "IVF1,Flat"):  # the latter looks at everything too
         search = dense(queries, SearchConfig(factory=factory))
@@ -329,13 +408,17 @@ def test_of_a_corpus_beside_the_data_alone_is_mined_and_positives_that_it_lacks_
         assert [row["neg_id"] for row in found] == expected
     lexical = mined(queries, BM25(queries.corpus, queries.extra), tmp_path, num_negatives=4)
     assert all(set(row["neg_id"]) <= given for row in (*found, *lexical))
-    assert all(len(row["pos_scores"]) == len(row["pos"]) and min(row["pos_scores"]) > 0 for row in lexical)
+    assert all(
+        len(row["pos_scores"]) == len(row["pos"]) and min(row["pos_scores"]) > 0 for row in lexical
+    )
 
 
 def test_positives_of_a_query_that_stands_in_several_records_are_nobodys_negatives(tmp_path):
     rows = [("where is the fox", "a fox sleeps", "p0"), ("where is the owl", "an owl sleeps", "p1")]
     rows += [("where is the fox", "the fox is there", "p2")]
-    lines = [{"query": query, "pos": [text], "pos_id": [key], "neg": []} for query, text, key in rows]
+    lines = [
+        {"query": query, "pos": [text], "pos_id": [key], "neg": []} for query, text, key in rows
+    ]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     queries = MiningQueries(open_examples(tmp_path / "data.jsonl"))
     found = mined(queries, dense(queries), tmp_path, num_negatives=3, range_max=3)
@@ -345,7 +428,13 @@ def test_positives_of_a_query_that_stands_in_several_records_are_nobodys_negativ
 def test_the_report_names_the_search_settings_that_can_change_the_negatives(data, models, tmp_path):
     encoder = EncoderConfig(str(models / "encoder"), device="cpu")
     index = {"factory": "IVF4,Flat", "search_params": "nprobe=1"}
-    report = mine(encoder, data, tmp_path / "mined.jsonl", settings=SearchConfig(**index), mining=MineConfig(seed=5))
+    report = mine(
+        encoder,
+        data,
+        tmp_path / "mined.jsonl",
+        settings=SearchConfig(**index),
+        mining=MineConfig(seed=5),
+    )
     assert report["search"] == {**index, "index_seed": 5}
     report = mine(EncoderConfig("bm25"), data, tmp_path / "lexical.jsonl")
     assert report["search"] == {}
@@ -355,9 +444,11 @@ def test_the_report_names_the_search_settings_that_can_change_the_negatives(data
     ("options", "sentence"),
     [
         (["--num_negatives", "0"], "num_negatives is 0, expected at least 1"),
-        (["--range_min", "98"], "range_max is 100, expected at least range_min + num_negatives = 103"),
+        (["--range_min", "98"], "range_max is 100, expected at least range_min + num_negatives = "
+                                "103"),
         (["--relative_margin", "5"], "relative_margin is 5, expected from 0 to 1"),
-        (["--max_score", "0.1", "--min_score", "0.2"], "min_score is 0.2, but max_score is 0.1; min_score must not be larger"),
+        (["--max_score", "0.1", "--min_score", "0.2"], "min_score is 0.2, but max_score is 0.1; "
+                                                       "min_score must not be larger"),
         (["--absolute_margin", "1.0e+999"], "absolute_margin is inf, expected a finite number"),
         (["--cross_encoder", "./absent"], "./absent: cannot be loaded as a cross-encoder"),
         (["--corpus", "absent"], "absent: no folder or data set has this name"),
@@ -365,7 +456,10 @@ def test_the_report_names_the_search_settings_that_can_change_the_negatives(data
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_sentence(options, sentence, data, tmp_path, capsys):
     output = tmp_path / "out" / "mined.jsonl"
-    assert main(["mine", "--model", "bm25", "--data", str(data), "--output", str(output), *options]) == 2
+    assert (
+        main(["mine", "--model", "bm25", "--data", str(data), "--output", str(output), *options])
+        == 2
+    )
     err = capsys.readouterr().err
     assert sentence in err
     assert err.count("contaccum: ") == 1

@@ -16,7 +16,11 @@ scores = st.floats(allow_nan=False, allow_infinity=False, width=32)
 names = st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=6)
 
 
-@given(st.dictionaries(names, st.dictionaries(names, scores, min_size=1, max_size=8), min_size=1, max_size=4))
+@given(
+    st.dictionaries(
+        names, st.dictionaries(names, scores, min_size=1, max_size=8), min_size=1, max_size=4
+    )
+)
 def test_a_run_read_back_is_the_run_written(tmp_path_factory, results):
     run = {query: ranked(hits.items()) for query, hits in results.items()}
     path = tmp_path_factory.mktemp("run") / "run.trec"
@@ -26,7 +30,9 @@ def test_a_run_read_back_is_the_run_written(tmp_path_factory, results):
 
 def test_lines_have_trecs_six_columns(tmp_path):
     write_run(tmp_path / "r", {"q1": [("d2", 1.5), ("d1", np.float32(0.1))]}, tag="mine")
-    assert (tmp_path / "r").read_text() == f"q1 Q0 d2 1 1.5 mine\nq1 Q0 d1 2 {float(np.float32(0.1))!r} mine\n"
+    assert (
+        tmp_path / "r"
+    ).read_text() == f"q1 Q0 d2 1 1.5 mine\nq1 Q0 d1 2 {float(np.float32(0.1))!r} mine\n"
 
 
 def test_equal_scores_stand_by_id_greatest_first_in_utf8_order():
@@ -45,7 +51,10 @@ def test_the_score_decides_and_not_the_rank_column_or_the_lines_order(tmp_path):
 def test_a_run_with_the_ending_gz_is_gzipped(tmp_path):
     run = {"q": [("d", 2.0), ("e", 1.0)]}
     write_run(tmp_path / "run.trec.gz", run)
-    assert gzip.decompress((tmp_path / "run.trec.gz").read_bytes()).splitlines()[1] == b"q Q0 e 2 1.0 contaccum"
+    assert (
+        gzip.decompress((tmp_path / "run.trec.gz").read_bytes()).splitlines()[1]
+        == b"q Q0 e 2 1.0 contaccum"
+    )
     assert read_run(tmp_path / "run.trec.gz") == run
 
 
@@ -83,7 +92,9 @@ def test_an_empty_run_and_bytes_that_are_no_text_are_refused(tmp_path):
 
 @pytest.mark.parametrize("key", ["pos_id", "neg_id"])
 def test_ids_with_white_space_are_refused_before_the_search(tmp_path, key):
-    record = {"query": "q", "pos": ["x"], "pos_id": ["a"], "neg": ["y"], "neg_id": ["b"]} | {key: ["a b"]}
+    record = {"query": "q", "pos": ["x"], "pos_id": ["a"], "neg": ["y"], "neg_id": ["b"]} | {
+        key: ["a b"]
+    }
     (tmp_path / "data.jsonl").write_text(json.dumps(record))
     with pytest.raises(InputError, match="passage id 'a b' is empty or contains white space"):
         search("no such model", str(tmp_path / "data.jsonl"), output=str(tmp_path / "run"))
@@ -92,7 +103,13 @@ def test_ids_with_white_space_are_refused_before_the_search(tmp_path, key):
 
 
 @pytest.mark.parametrize(
-    "run", [{"q 1": [("d", 1.0)]}, {"q": [("d", 2.0), ("d\t2", 1.0)]}, {"q": [("", 1.0)]}, {"q": [("a\u2028b", 1.0)]}]
+    "run",
+    [
+        {"q 1": [("d", 1.0)]},
+        {"q": [("d", 2.0), ("d\t2", 1.0)]},
+        {"q": [("", 1.0)]},
+        {"q": [("a\u2028b", 1.0)]},
+    ],
 )
 def test_ids_with_white_space_are_refused_and_no_file_is_left(tmp_path, run):
     with pytest.raises(InputError, match="white space"):

@@ -33,14 +33,18 @@ def key(row: int) -> str:
 
 def cut(vectors: np.ndarray, size: int) -> list[Shard]:
     ids = [key(row) for row in range(len(vectors))]
-    return [Shard(ids[at : at + size], vectors[at : at + size]) for at in range(0, len(vectors), size)]
+    return [
+        Shard(ids[at : at + size], vectors[at : at + size]) for at in range(0, len(vectors), size)
+    ]
 
 
 def obvious(queries: np.ndarray, vectors: np.ndarray, k: int) -> dict[str, list[tuple[str, float]]]:
     """Every score in float64, then a plain sort: score descending, then row number."""
     scores = queries.astype(np.float64) @ vectors.astype(np.float64).T
     return {
-        f"q{q}": sorted(((key(n), float(s)) for n, s in enumerate(row)), key=lambda hit: -hit[1])[:k]
+        f"q{q}": sorted(((key(n), float(s)) for n, s in enumerate(row)), key=lambda hit: -hit[1])[
+            :k
+        ]
         for q, row in enumerate(scores)
     }
 
@@ -48,7 +52,8 @@ def obvious(queries: np.ndarray, vectors: np.ndarray, k: int) -> dict[str, list[
 def assert_obvious(run: dict, queries: np.ndarray, vectors: np.ndarray, k: int) -> None:
     """The same passages in the same order, and scores equal to rounding.
 
-    Of passages that tie for the k-th place, the library may keep any, but these are in the order of the corpus too.
+    Of passages that tie for the k-th place, the library may keep any, but these are in the order of
+    the corpus too.
     """
     expected = obvious(queries, vectors, k)
     row_of = {key(row): row for row in range(len(vectors))}
@@ -85,7 +90,9 @@ def test_search_differs_when_one_vector_differs(backend):
     vectors[211] = 3 * queries[4]
     after = search(names(30), queries, cut(vectors, 100), 10, backend=backend)
     assert after["q4"][0][0] == key(211)
-    assert [passage for passage, _ in after["q4"][1:]] == [passage for passage, _ in before["q4"][:9]]
+    assert [passage for passage, _ in after["q4"][1:]] == [
+        passage for passage, _ in before["q4"][:9]
+    ]
 
 
 def whole_numbers(rows: int, dim: int, seed: int) -> np.ndarray:
@@ -114,10 +121,17 @@ def test_any_corpus_with_ties_is_ranked_as_the_obvious_sort_does(rows, k, size, 
 
 @pytest.mark.parametrize("backend", ["faiss", "torch"])
 @pytest.mark.parametrize("k", [10, 150])
-def test_a_corpus_of_equal_vectors_gives_k_passages_in_its_order_and_equal_calls_equal_runs(backend, k):
+def test_a_corpus_of_equal_vectors_gives_k_passages_in_its_order_and_equal_calls_equal_runs(
+    backend, k
+):
     vectors, queries = np.ones((900, 4), dtype=np.float32), whole_numbers(30, 4, 1)
     run = search(names(30), queries, cut(vectors, 64), k, backend=backend)
-    rows = [[int(np.flatnonzero([key(row) == passage for row in range(900)])[0]) for passage, _ in run["q0"]]]
+    rows = [
+        [
+            int(np.flatnonzero([key(row) == passage for row in range(900)])[0])
+            for passage, _ in run["q0"]
+        ]
+    ]
     assert rows[0] == sorted(set(rows[0]))
     assert len(rows[0]) == k
     assert search(names(30), queries, cut(vectors, 64), k, backend=backend) == run
@@ -127,7 +141,9 @@ def test_a_corpus_of_equal_vectors_gives_k_passages_in_its_order_and_equal_calls
 def test_blocks_smaller_than_a_shard_change_nothing(backend, monkeypatch):
     vectors, queries = made(300), made(1100, seed=1)
     monkeypatch.setattr(shards, "BLOCK", 16)
-    assert_obvious(search(names(1100), queries, cut(vectors, 90), 40, backend=backend), queries, vectors, 40)
+    assert_obvious(
+        search(names(1100), queries, cut(vectors, 90), 40, backend=backend), queries, vectors, 40
+    )
 
 
 def test_inner_products_are_those_of_each_query_with_its_own_passages():
@@ -137,7 +153,9 @@ def test_inner_products_are_those_of_each_query_with_its_own_passages():
     products = queries @ np.pad(vectors.astype(np.float32), ((0, 20), (0, 0))).T
     for number, query_rows in enumerate(rows):
         for row, score in zip(query_rows, found[number], strict=True):
-            assert score == (pytest.approx(products[number, row], abs=1e-5) if 0 <= row < 300 else -np.inf)
+            assert score == (
+                pytest.approx(products[number, row], abs=1e-5) if 0 <= row < 300 else -np.inf
+            )
 
 
 def test_torch_is_exact_though_the_caller_allowed_reduced_precision():
@@ -147,7 +165,9 @@ def test_torch_is_exact_though_the_caller_allowed_reduced_precision():
     torch.set_float32_matmul_precision("medium")
     try:
         vectors, queries = made(300), made(9, seed=1)
-        assert_obvious(search(names(9), queries, cut(vectors, 90), 10, backend="torch"), queries, vectors, 10)
+        assert_obvious(
+            search(names(9), queries, cut(vectors, 90), 10, backend="torch"), queries, vectors, 10
+        )
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
@@ -178,23 +198,35 @@ def test_search_params_trade_speed_for_recall():
     right = obvious(queries, vectors, 10)
 
     def recall(params: str) -> float:
-        run = search(names(30), queries, cut(vectors, 250), 10, factory="IVF32,Flat", search_params=params)
-        return float(np.mean([len({p for p, _ in run[q]} & {p for p, _ in right[q]}) / 10 for q in right]))
+        run = search(
+            names(30), queries, cut(vectors, 250), 10, factory="IVF32,Flat", search_params=params
+        )
+        return float(
+            np.mean([len({p for p, _ in run[q]} & {p for p, _ in right[q]}) / 10 for q in right])
+        )
 
     assert recall("nprobe=1") < recall("nprobe=8") < recall("nprobe=32") == 1.0
 
 
 def test_rows_that_an_approximate_index_does_not_find_are_left_out():
     vectors, queries = made(200), made(5, seed=1)
-    run = search(names(5), queries, cut(vectors, 64), 150, factory="IVF16,Flat")  # one list of about 12 rows is read
+    run = search(
+        names(5), queries, cut(vectors, 64), 150, factory="IVF16,Flat"
+    )  # one list of about 12 rows is read
     assert all(0 < len(hits) < 60 for hits in run.values())
 
 
 @pytest.mark.parametrize("factory", ["IVF16,Flat", "HNSW16", "PQ4x4"])
-def test_two_builds_with_one_seed_give_one_run_and_another_seed_another_training(factory, monkeypatch):
-    monkeypatch.setattr(index, "training_rows", lambda faiss, index: 700)  # fewer than there are, as in a large corpus
+def test_two_builds_with_one_seed_give_one_run_and_another_seed_another_training(
+    factory, monkeypatch
+):
+    monkeypatch.setattr(
+        index, "training_rows", lambda faiss, index: 700
+    )  # fewer than there are, as in a large corpus
     vectors, queries = made(3000, dim=8), made(20, dim=8, seed=1)
-    first, again = (search(names(20), queries, cut(vectors, 900), 10, factory=factory, seed=5) for _ in range(2))
+    first, again = (
+        search(names(20), queries, cut(vectors, 900), 10, factory=factory, seed=5) for _ in range(2)
+    )
     assert first == again
     other = search(names(20), queries, cut(vectors, 900), 10, factory=factory, seed=6)
     assert (other == first) == (factory == "HNSW16")  # which is not trained
@@ -203,50 +235,85 @@ def test_two_builds_with_one_seed_give_one_run_and_another_seed_another_training
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"query_vectors": made(3, dim=8)}, "query vectors have dimension 8, but passage vectors have 24"),
+        (
+            {"query_vectors": made(3, dim=8)},
+            "query vectors have dimension 8, but passage vectors have 24",
+        ),
         (
             {"query_vectors": made(3, dim=8), "factory": "HNSW8"},
             "query vectors have dimension 8, but passage vectors have 24",
         ),
         ({"k": 0}, "k is 0"),
         ({"backend": "numpy"}, "backend is 'numpy'; expected one of auto, faiss, torch"),
-        ({"backend": "torch", "factory": "HNSW8"}, "needs the backend faiss; the backend torch supports only 'Flat'"),
+        (
+            {"backend": "torch", "factory": "HNSW8"},
+            "needs the backend faiss; the backend torch supports only 'Flat'",
+        ),
         ({"search_params": "nprobe=4"}, "has no effect on the exact index"),
         (
             {"factory": "HNSW8", "search_params": "nprobe=4"},
             "search_params 'nprobe=4': faiss cannot use them with index 'HNSW8'",
         ),
-        ({"factory": "IVF4,Flat", "search_params": "speed=9"}, "search_params 'speed=9': faiss cannot use them"),
+        (
+            {"factory": "IVF4,Flat", "search_params": "speed=9"},
+            "search_params 'speed=9': faiss cannot use them",
+        ),
         ({"factory": "LSH"}, r"index 'LSH': faiss cannot build it .*METRIC_L2"),
         (
             {"factory": "Ivory"},
-            r"'Ivory': faiss cannot build it for 40 passages \(could not parse index string Ivory\)$",
+            r"'Ivory': faiss cannot build it for 40 passages \(could not parse index string "
+            r"Ivory\)$",
         ),
-        ({"factory": "PQ5"}, r"faiss cannot build it for 40 passages \(The dimension of the vector"),
+        (
+            {"factory": "PQ5"},
+            r"faiss cannot build it for 40 passages \(The dimension of the vector",
+        ),
         (
             {"factory": "HNSW8", "search_params": "nprobes=4"},
             r"'HNSW8' \(ParameterSpace\S* ?could not set parameter nprobes\)$",
         ),
-        ({"factory": "HNSW8", "search_params": "efSearch=-1"}, "efSearch is -1; expected a number of at least 1"),
-        ({"factory": "HNSW8", "search_params": "efSearch=0"}, "efSearch is 0; expected a number of at least 1"),
-        ({"factory": "IVF4,Flat", "search_params": "nprobe=0"}, "nprobe is 0; expected a number of at least 1"),
-        ({"factory": "IVF4,Flat", "search_params": "nprobe=nan"}, "nprobe is nan; expected a number of at least 1"),
+        (
+            {"factory": "HNSW8", "search_params": "efSearch=-1"},
+            "efSearch is -1; expected a number of at least 1",
+        ),
+        (
+            {"factory": "HNSW8", "search_params": "efSearch=0"},
+            "efSearch is 0; expected a number of at least 1",
+        ),
+        (
+            {"factory": "IVF4,Flat", "search_params": "nprobe=0"},
+            "nprobe is 0; expected a number of at least 1",
+        ),
+        (
+            {"factory": "IVF4,Flat", "search_params": "nprobe=nan"},
+            "nprobe is nan; expected a number of at least 1",
+        ),
         (
             {"factory": "IVF4_HNSW8,Flat", "search_params": "nprobe=2,quantizer_efSearch=-5"},
             "quantizer_efSearch is -5; expected a number of at least 1",
         ),
-        ({"factory": "IVF4,Flat", "search_params": "max_codes=-1"}, "max_codes is -1; expected a number of at least 0"),
+        (
+            {"factory": "IVF4,Flat", "search_params": "max_codes=-1"},
+            "max_codes is -1; expected a number of at least 0",
+        ),
         ({"factory": "IVF64,Flat"}, "index 'IVF64,Flat': faiss cannot build it for 40 passages"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_one_sentence(given, words):
-    call = {"query_ids": names(3), "query_vectors": made(3, seed=1), "shards": cut(made(40), 16), "k": 5}
+    call = {
+        "query_ids": names(3),
+        "query_vectors": made(3, seed=1),
+        "shards": cut(made(40), 16),
+        "k": 5,
+    }
     with pytest.raises(InputError, match=words) as error:
         search(**call | given)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("value", [np.nan, 1e300])  # 1e300 is infinite in float32, the dtype of the search
+@pytest.mark.parametrize(
+    "value", [np.nan, 1e300]
+)  # 1e300 is infinite in float32, the dtype of the search
 def test_a_query_vector_that_is_not_finite_is_named(value):
     queries = made(3, seed=1).astype(np.float64)
     queries[1, 4] = value
@@ -268,7 +335,9 @@ class Broken(WordEncoder):
     "kept", [{}, {"embeddings": "e"}, {"factory": "HNSW8"}, {"factory": "HNSW8", "index_dir": "i"}]
 )
 def test_a_passage_vector_that_is_not_finite_is_named_wherever_it_is_kept(tmp_path, backend, kept):
-    kept = {name: value if name == "factory" else str(tmp_path / value) for name, value in kept.items()}
+    kept = {
+        name: value if name == "factory" else str(tmp_path / value) for name, value in kept.items()
+    }
     chosen = SearchConfig(backend="auto" if "factory" in kept else backend, **kept)
     with pytest.raises(InputError, match="passage 'c': its vector contains NaN, infinity"):
         Retriever.open(Broken(), CORPUS, chosen).search({"x": "rings"}, 4)
@@ -313,7 +382,12 @@ CORPUS = Dataset.from_dict(
     {
         "id": ["a", "b", "c", "d"],
         "title": ["", "Rivers", "", "Planets"],
-        "text": ["red apples grow on trees", "the Rhine flows north", "green pears", "Saturn has rings"],
+        "text": [
+            "red apples grow on trees",
+            "the Rhine flows north",
+            "green pears",
+            "Saturn has rings",
+        ],
     }
 )
 
@@ -321,7 +395,11 @@ CORPUS = Dataset.from_dict(
 @pytest.mark.parametrize("embeddings", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_texts_are_found_by_their_words(tmp_path, embeddings, dtype):
-    queries = {"x": "which planets have rings", "y": "where does the Rhine flow", "z": "apples and trees"}
+    queries = {
+        "x": "which planets have rings",
+        "y": "where does the Rhine flow",
+        "z": "apples and trees",
+    }
     chosen = SearchConfig(embeddings=tmp_path / "e" if embeddings else None, dtype=dtype)
     run = Retriever.open(WordEncoder(), CORPUS, chosen).search(queries, 2)
     assert [(query, hits[0][0], len(hits)) for query, hits in run.items()] == [
@@ -349,7 +427,9 @@ def test_shards_on_disk_and_in_memory_give_one_run(tmp_path):
 
 
 def test_finished_embeddings_serve_whatever_their_shard_size_and_form(tmp_path):
-    encode_texts(WordEncoder(), Texts.of_corpus(CORPUS), tmp_path / "e", shard_size=3, dtype="float16")
+    encode_texts(
+        WordEncoder(), Texts.of_corpus(CORPUS), tmp_path / "e", shard_size=3, dtype="float16"
+    )
     shards, _ = passage_vectors(WordEncoder(), CORPUS, SearchConfig(embeddings=str(tmp_path / "e")))
     assert len(shards[0].ids) == 3
     assert shards[0].vectors.dtype == np.float16
@@ -358,7 +438,14 @@ def test_finished_embeddings_serve_whatever_their_shard_size_and_form(tmp_path):
 @pytest.mark.parametrize("form", ["npy", "parquet"])
 def test_a_search_finishes_embeddings_of_any_shard_size_and_form(form, tmp_path):
     """It once advised to delete the folder, because shard_size was 1 and not the default, which search cannot set."""
-    encode_texts(WordEncoder(), Texts.of_corpus(CORPUS), tmp_path / "e", shard_size=1, dtype="float16", format=form)
+    encode_texts(
+        WordEncoder(),
+        Texts.of_corpus(CORPUS),
+        tmp_path / "e",
+        shard_size=1,
+        dtype="float16",
+        format=form,
+    )
     kept = (tmp_path / "e" / f"00000.{form}").stat().st_mtime_ns
     for name in ("manifest.json", "00002.shard.json", f"00002.{form}"):
         (tmp_path / "e" / name).unlink()
@@ -373,11 +460,17 @@ def test_a_search_finishes_embeddings_of_any_shard_size_and_form(form, tmp_path)
 def test_passages_of_a_run_get_their_texts_in_its_order():
     hits = read_passages(CORPUS, [("d", 0.9), ("a", 0.9), ("c", 0.1)])
     assert [(hit.id, hit.score) for hit in hits] == [("d", 0.9), ("a", 0.9), ("c", 0.1)]
-    assert (hits[0].title, hits[0].text, hits[1].text) == ("Planets", "Saturn has rings", "red apples grow on trees")
+    assert (hits[0].title, hits[0].text, hits[1].text) == (
+        "Planets",
+        "Saturn has rings",
+        "red apples grow on trees",
+    )
     assert read_passages(CORPUS, []) == []
 
 
-@pytest.mark.parametrize("chosen", [{}, {"factory": "HNSW8"}, {"factory": "IVF2,Flat", "search_params": "nprobe=2"}])
+@pytest.mark.parametrize(
+    "chosen", [{}, {"factory": "HNSW8"}, {"factory": "IVF2,Flat", "search_params": "nprobe=2"}]
+)
 def test_a_searcher_encodes_its_corpus_once(chosen, monkeypatch):
     built = []
     build = Index.build
@@ -388,7 +481,11 @@ def test_a_searcher_encodes_its_corpus_once(chosen, monkeypatch):
     assert encoder.seen == 4 + 3
     assert len(built) == bool(chosen)
     assert [hits[0][0] for hits in found] == ["d", "a", "d"]
-    assert found[0] == found[2] == Retriever.open(WordEncoder(), CORPUS, settings).search({"x": "rings"}, 2)["x"]
+    assert (
+        found[0]
+        == found[2]
+        == Retriever.open(WordEncoder(), CORPUS, settings).search({"x": "rings"}, 2)["x"]
+    )
 
 
 def test_a_passage_that_the_corpus_lacks_is_named():
@@ -415,7 +512,9 @@ def test_search_params_reach_a_kept_index_and_do_not_stay_in_it(tmp_path):
     )
     chosen = SearchConfig(factory="IVF16,Flat", index_dir=str(tmp_path / "i"))
     few, all_lists, again = (
-        Retriever.open(WordEncoder(), corpus, replace(chosen, search_params=params)).search({"x": "word7"}, 150)["x"]
+        Retriever.open(WordEncoder(), corpus, replace(chosen, search_params=params)).search(
+            {"x": "word7"}, 150
+        )["x"]
         for params in ("nprobe=1", "nprobe=16", "")
     )
     assert len(few) < len(all_lists) == 150
@@ -438,6 +537,12 @@ def test_an_index_folder_that_cannot_serve_is_refused(tmp_path, change, words):
 
 def test_torch_reads_mapped_shards_without_a_warning(tmp_path, recwarn):
     encode_texts(WordEncoder(), Texts.of_corpus(CORPUS), tmp_path / "e", shard_size=3)
-    run = search(["q"], WordEncoder().encode_queries(["rings"]), ShardFolder(tmp_path / "e"), 1, backend="torch")
+    run = search(
+        ["q"],
+        WordEncoder().encode_queries(["rings"]),
+        ShardFolder(tmp_path / "e"),
+        1,
+        backend="torch",
+    )
     assert run["q"][0][0] == "d"
     assert not recwarn.list

@@ -18,13 +18,18 @@ def searches(tmp_path_factory):
     data = write_beir(folder / "data", QUERIES)
     with (data / "corpus.jsonl").open("a") as file:
         for number in range(30):  # equal texts in many slices: ties that only ids can break
-            file.write(json.dumps({"_id": f"twin{number * 7 % 30}", "title": "fox", "text": "a red fox"}) + "\n")
+            file.write(
+                json.dumps({"_id": f"twin{number * 7 % 30}", "title": "fox", "text": "a red fox"})
+                + "\n"
+            )
     model = folder / "model"
     train_set = open_train_set(data)
     parts.build_encoder(train_config(data, folder), train_set).save(model)
     with (folder / "questions.csv").open("w") as file:
         file.writelines(f"where is the fox of valley {n}\t['valley {n}']\n" for n in range(5))
-    rows = [f"twin{n}\ta red fox\tfox" for n in range(20)] + [f"{n}\tin valley {n}\tfox" for n in range(20)]
+    rows = [f"twin{n}\ta red fox\tfox" for n in range(20)] + [
+        f"{n}\tin valley {n}\tfox" for n in range(20)
+    ]
     (folder / "passages.tsv").write_text("\n".join(["id\ttext\ttitle", *rows]) + "\n")
 
     use = ["--model", str(model), "--device", "cpu"]
@@ -36,8 +41,15 @@ def searches(tmp_path_factory):
         jobs[f"search {world}"] = Job(["search", *use, *on, *output, "--k=60"], **few)
         output = [f"--output={folder}/{world}.json"]
         jobs[f"evaluate {world}"] = Job(["evaluate", *use, *on, *output], **few)
-        asked = ["--questions", str(folder / "questions.csv"), "--passages", str(folder / "passages.tsv")]
-        jobs[f"answers {world}"] = Job(["evaluate", *use, *asked, f"--output={folder}/answers{world}.json"], **few)
+        asked = [
+            "--questions",
+            str(folder / "questions.csv"),
+            "--passages",
+            str(folder / "passages.tsv"),
+        ]
+        jobs[f"answers {world}"] = Job(
+            ["evaluate", *use, *asked, f"--output={folder}/answers{world}.json"], **few
+        )
         jobs[f"look {world}"] = Job(["search", *use, *on, "--query=a red fox", "--k=12"], **few)
     encode = ["encode", *use, f"--input={data}", "--shard_size=7"]
     jobs["encode 1"] = Job([*encode, f"--output={folder}/vectors1"])
@@ -51,21 +63,33 @@ def searches(tmp_path_factory):
         mine = ["mine", *use, *on, f"--embeddings={folder}/vectors1", "--range_max=20"]
         jobs[f"mine {world}"] = Job([*mine, f"--output={folder}/mined{world}.jsonl"], world)
     jobs["mine in memory"] = Job(["mine", *use, *on, f"--output={folder}/memory.jsonl"], 2)
-    jobs["index"] = Job(["search", *use, *on, "--factory=HNSW8", f"--output={folder}/index.trec"], 2)
+    jobs["index"] = Job(
+        ["search", *use, *on, "--factory=HNSW8", f"--output={folder}/index.trec"], 2
+    )
     jobs["bm25 2"] = Job(["search", "--model=bm25", *on, f"--output={folder}/bm25.trec"], 2)
     return folder, run_jobs(jobs, folder / "jobs")
 
 
 def assert_same_run(found: dict, expected: dict) -> None:
-    """Equal scores to rounding. Passages may change places only if their scores are equal to rounding."""
+    """Equal scores to rounding.
+
+    Passages may change places only if their scores are equal to rounding.
+    """
     assert found.keys() == expected.keys()
     for query, hits in found.items():
         scores, expected_scores = dict(hits), dict(expected[query])
-        assert [score for _, score in hits] == pytest.approx([score for _, score in expected[query]], abs=1e-5)
+        assert [score for _, score in hits] == pytest.approx(
+            [score for _, score in expected[query]], abs=1e-5
+        )
         common = scores.keys() & expected_scores.keys()
-        assert [scores[key] for key in common] == pytest.approx([expected_scores[key] for key in common], abs=1e-5)
+        assert [scores[key] for key in common] == pytest.approx(
+            [expected_scores[key] for key in common], abs=1e-5
+        )
         last = expected[query][-1][1]
-        assert all(expected_scores.get(key, last) < last + 1e-5 for key in expected_scores.keys() ^ scores.keys())
+        assert all(
+            expected_scores.get(key, last) < last + 1e-5
+            for key in expected_scores.keys() ^ scores.keys()
+        )
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -75,7 +99,9 @@ def test_a_search_in_several_processes_finds_what_one_finds(world, searches):
         outcomes[f"{verb} {world}"].check()
     assert_same_run(read_run(folder / f"{world}.trec"), read_run(folder / "1.trec"))
     for name in ("{}.json", "answers{}.json"):
-        one, several = (json.loads((folder / name.format(count)).read_text()) for count in (1, world))
+        one, several = (
+            json.loads((folder / name.format(count)).read_text()) for count in (1, world)
+        )
         assert several["mean"] == pytest.approx(one["mean"], abs=1e-6)
         assert several.keys() == one.keys()
 
@@ -134,8 +160,12 @@ def test_processes_divide_the_queries_to_mine(searches):
     folder, outcomes = searches
     one, two = outcomes["mine 1"].check(), outcomes["mine 2"].check()
     assert (folder / "mined2.jsonl").read_bytes() == (folder / "mined1.jsonl").read_bytes()
-    assert (folder / "mined2.about.json").read_bytes() == (folder / "mined1.about.json").read_bytes()
+    assert (folder / "mined2.about.json").read_bytes() == (
+        folder / "mined1.about.json"
+    ).read_bytes()
     assert two.out[0].replace("mined2", "mined1") == one.out[0] != ""
     assert not two.out[1]
     assert outcomes["mine in memory"].codes[0] == 2
-    assert "2 processes were started without --embeddings" in "".join(outcomes["mine in memory"].err)
+    assert "2 processes were started without --embeddings" in "".join(
+        outcomes["mine in memory"].err
+    )

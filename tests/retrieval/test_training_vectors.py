@@ -16,7 +16,9 @@ from contaccum.runtime.files import cache_folder
 def train_set(tmp_path, monkeypatch):
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
     plain = encode.encode_texts
-    monkeypatch.setattr(encode, "encode_texts", lambda *given, **more: plain(*given, **more, shard_size=7))
+    monkeypatch.setattr(
+        encode, "encode_texts", lambda *given, **more: plain(*given, **more, shard_size=7)
+    )
     return open_train_set(write_beir(tmp_path / "data"), hard_negatives=1)
 
 
@@ -27,7 +29,9 @@ def test_vectors_are_those_of_the_encoder_and_are_encoded_once(train_set):
     wanted = WordEncoder().encode_queries(train_set.queries["text"]).astype(np.float16)
     assert np.array_equal(np.concatenate(vectors.shards), wanted)
     again = WordEncoder()
-    assert np.array_equal(np.concatenate(training_vectors(again, train_set, "query").shards), wanted)
+    assert np.array_equal(
+        np.concatenate(training_vectors(again, train_set, "query").shards), wanted
+    )
     assert again.seen == 0
     other = WordEncoder(name="other")
     training_vectors(other, train_set, "query")
@@ -41,7 +45,10 @@ def test_rows_of_the_vectors_are_read_from_the_disk(train_set):
     assert encoder.seen == len(train_set.passages) > 2 * 7
     assert all(isinstance(shard, np.memmap) for shard in vectors.shards)
     texts = [
-        f"{title} {text}" for title, text in zip(*(train_set.passages[name] for name in ("title", "text")), strict=True)
+        f"{title} {text}"
+        for title, text in zip(
+            *(train_set.passages[name] for name in ("title", "text")), strict=True
+        )
     ]
     wanted = WordEncoder().encode_passages(texts).astype(np.float16)
     rows = torch.tensor([20, 0, 6, 7, 20, 13])
@@ -67,6 +74,7 @@ def test_a_vector_that_is_not_finite_is_refused(train_set):
             return super().encode_queries(texts) * 1e6
 
     with pytest.raises(
-        InputError, match="query 'q0': its vector contains NaN, infinity or a number too large for float16"
+        InputError,
+        match="query 'q0': its vector contains NaN, infinity or a number too large for float16",
     ):
         training_vectors(Broken(), train_set, "query")

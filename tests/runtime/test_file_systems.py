@@ -29,12 +29,20 @@ def library(tmp_path_factory) -> Path:
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs Linux and a C compiler (cc), to refuse system calls")
     found = tmp_path_factory.mktemp("library") / "restricted.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", found, HERE / "restricted.c", "-ldl"], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-o", found, HERE / "restricted.c", "-ldl"],
+        check=True,
+    )
     return found
 
 
 def python(library: Path, log: Path, error: int, *arguments: object) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "LD_PRELOAD": str(library), "REFUSED_LOG": str(log), "FSYNC_ERROR": str(error)}
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(library),
+        "REFUSED_LOG": str(log),
+        "FSYNC_ERROR": str(error),
+    }
     call = [sys.executable, *map(str, arguments)]
     return subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
 
@@ -57,7 +65,16 @@ def test_training_works_on_a_restricted_file_system(library, tmp_path):
     train(train_config(data, tmp_path / "whole", **settings))
     (tmp_path / "config.yaml").write_text(to_yaml(train_config(data, tmp_path / "run", **settings)))
     call = ("train", "--config", tmp_path / "config.yaml")
-    done = python(library, log, errno.EINVAL, "-c", TRAIN_AND_RESUME, tmp_path / "run", tmp_path / "first", *call)
+    done = python(
+        library,
+        log,
+        errno.EINVAL,
+        "-c",
+        TRAIN_AND_RESUME,
+        tmp_path / "run",
+        tmp_path / "first",
+        *call,
+    )
     assert done.returncode == 0, done.stderr
     assert weights(tmp_path / "first") == weights(tmp_path / "run") == weights(tmp_path / "whole")
     assert "fsync" in log.read_text().split()
@@ -67,7 +84,11 @@ def test_training_works_on_a_restricted_file_system(library, tmp_path):
 def test_files_and_locks_do_not_need_a_flush_of_folders(error, library, tmp_path):
     done = python(library, tmp_path / "refused", error, "-c", WRITE, tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out" / "a").read_text() == (tmp_path / "out" / "b" / "c").read_text() == "whole"
+    assert (
+        (tmp_path / "out" / "a").read_text()
+        == (tmp_path / "out" / "b" / "c").read_text()
+        == "whole"
+    )
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a", "b"]
     assert "fsync" in (tmp_path / "refused").read_text().split()
 

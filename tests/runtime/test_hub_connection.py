@@ -39,18 +39,40 @@ else:
 """
 
 
-def look_up(endpoint: str, home: Path, *names: str, **environment: str) -> tuple[dict[str, tuple[str, float]], str]:
-    """Return the sentence and the seconds of each look-up, and stderr. The Hub's library reads the variables on import."""
-    variables = {key: value for key, value in os.environ.items() if "proxy" not in key.lower() and "OFFLINE" not in key}
-    variables |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "CONTACCUM_CACHE": str(home), "NO_PROXY": "*"}
+def look_up(
+    endpoint: str, home: Path, *names: str, **environment: str
+) -> tuple[dict[str, tuple[str, float]], str]:
+    """Return the sentence and the seconds of each look-up, and stderr.
+
+    The Hub's library reads the variables on import.
+    """
+    variables = {
+        key: value
+        for key, value in os.environ.items()
+        if "proxy" not in key.lower() and "OFFLINE" not in key
+    }
+    variables |= {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "CONTACCUM_CACHE": str(home),
+        "NO_PROXY": "*",
+    }
     call = [sys.executable, "-W", "ignore", "-c", CALL, *names]
-    done = subprocess.run(call, env=variables | environment, capture_output=True, text=True, check=True)
-    found = {name: (said, seconds) for name, said, seconds in map(json.loads, done.stdout.splitlines())}
+    done = subprocess.run(
+        call, env=variables | environment, capture_output=True, text=True, check=True
+    )
+    found = {
+        name: (said, seconds) for name, said, seconds in map(json.loads, done.stdout.splitlines())
+    }
     assert found.keys() == set(names), done.stderr
     return found, done.stderr
 
 
-REFUSED, SILENT, CACHED = ("owner/name", "hub:owner/name", "miracl/sw"), ("bert-base", "mteb/NFCorpus"), "owner/cached"
+REFUSED, SILENT, CACHED = (
+    ("owner/name", "hub:owner/name", "miracl/sw"),
+    ("bert-base", "mteb/NFCorpus"),
+    "owner/cached",
+)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +116,10 @@ def test_cached_encoder_loads_without_network(answers):
 def test_offline_mode_is_named(tmp_path):
     found, _ = look_up("http://127.0.0.1:9", tmp_path, "owner/name", HF_HUB_OFFLINE="1")
     said, seconds = found["owner/name"]
-    assert "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, so only the cache of the Hub is used" in said
+    assert (
+        "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, so only the cache of the Hub is used"
+        in said
+    )
     assert seconds < 4
 
 

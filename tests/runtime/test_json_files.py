@@ -1,4 +1,7 @@
-"""JSON files from disk: limits, types and versions. Every fault is one sentence with the file's name."""
+"""JSON files from disk: limits, types and versions.
+
+Every fault is one sentence with the file's name.
+"""
 
 import json
 import math
@@ -42,7 +45,10 @@ def test_values_that_were_written_are_read_back(tmp_path):
 
 
 def test_a_byte_order_mark_is_dropped(tmp_path):
-    """Notepad and PowerShell write one. It was once answered with: not JSON (Unexpected UTF-8 BOM)."""
+    """Notepad and PowerShell write one.
+
+    It was once answered with: not JSON (Unexpected UTF-8 BOM).
+    """
     (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n')
     assert read_json(tmp_path / "a.json") == {"a": 1}
 
@@ -62,14 +68,29 @@ def test_random_states_and_losses_that_are_not_finite_are_read(tmp_path):
 
 
 CASES = {
-    "a string for a number": ({**GOOD, "width": "4"}, r"m\.json: width: found str; int is expected"),
-    "a fraction for a number": ({**GOOD, "width": 4.5}, r"m\.json: width: found float; int is expected"),
-    "a boolean for a number": ({**GOOD, "rate": True}, r"m\.json: rate: found bool; float is expected"),
+    "a string for a number": (
+        {**GOOD, "width": "4"},
+        r"m\.json: width: found str; int is expected",
+    ),
+    "a fraction for a number": (
+        {**GOOD, "width": 4.5},
+        r"m\.json: width: found float; int is expected",
+    ),
+    "a boolean for a number": (
+        {**GOOD, "rate": True},
+        r"m\.json: rate: found bool; float is expected",
+    ),
     "null": (None, r"m\.json: found null; object is expected"),
     "a list": ([GOOD], r"m\.json: found array; object is expected"),
     "a missing field": ({"width": 1, "rate": 1}, r"m\.json: the field 'shards' is missing"),
-    "a missing field further down": ({**GOOD, "shards": {"a": {"rows": 1}}}, r"m\.json: .*the field 'ids' is missing"),
-    "a number among strings": ({**GOOD, "shards": {"a": {"rows": 1, "ids": ["x", 2]}}}, r"ids\[1\]: found int; str is"),
+    "a missing field further down": (
+        {**GOOD, "shards": {"a": {"rows": 1}}},
+        r"m\.json: .*the field 'ids' is missing",
+    ),
+    "a number among strings": (
+        {**GOOD, "shards": {"a": {"rows": 1, "ids": ["x", 2]}}},
+        r"ids\[1\]: found int; str is",
+    ),
 }
 
 
@@ -116,7 +137,9 @@ SPECIAL = {
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path, make, sentence):
     make(tmp_path / "m.json")
     code = f"from contaccum.runtime.files import read_json\nread_json({str(tmp_path / 'm.json')!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert "InputError" in done.stderr
     with pytest.raises(InputError, match=sentence) as error:
         read_json(tmp_path / "m.json")

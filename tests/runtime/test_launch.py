@@ -1,4 +1,7 @@
-"""Options of accelerate launch: agreed with the settings, or refused. Signals in and after a deferred block."""
+"""Options of accelerate launch: agreed with the settings, or refused.
+
+Signals in and after a deferred block.
+"""
 
 import os
 import signal
@@ -22,7 +25,11 @@ from contaccum.runtime.launch import refuse_ignored_launch
         ("bf16", {"MIXED_PRECISION": "bf16", "DYNAMO_BACKEND": "no"}, None),
         ("fp16", {"MIXED_PRECISION": "fp16"}, None),
         ("bf16", {"MIXED_PRECISION": "no"}, None),
-        ("fp32", {"MIXED_PRECISION": "bf16"}, "--mixed_precision bf16, but run.precision is fp32. Set run.precision"),
+        (
+            "fp32",
+            {"MIXED_PRECISION": "bf16"},
+            "--mixed_precision bf16, but run.precision is fp32. Set run.precision",
+        ),
         ("bf16", {"MIXED_PRECISION": "fp16"}, "--mixed_precision fp16, but run.precision is bf16"),
         ("fp16", {"MIXED_PRECISION": "fp8"}, "--mixed_precision fp8, but run.precision is fp16"),
         (
@@ -30,10 +37,16 @@ from contaccum.runtime.launch import refuse_ignored_launch
             {"DYNAMO_BACKEND": "INDUCTOR"},
             "--dynamo_backend inductor, which has no effect here. Use run.compile",
         ),
-        ("bf16", {"MIXED_PRECISION": "bf16", "DYNAMO_BACKEND": "AOT_EAGER"}, "--dynamo_backend aot_eager"),
+        (
+            "bf16",
+            {"MIXED_PRECISION": "bf16", "DYNAMO_BACKEND": "AOT_EAGER"},
+            "--dynamo_backend aot_eager",
+        ),
     ],
 )
-def test_launcher_options_agree_with_the_settings_or_are_refused(precision, environment, said, monkeypatch):
+def test_launcher_options_agree_with_the_settings_or_are_refused(
+    precision, environment, said, monkeypatch
+):
     for name in ("MIXED_PRECISION", "DYNAMO_BACKEND"):
         monkeypatch.delenv(f"ACCELERATE_{name}", raising=False)
     for name, value in environment.items():
@@ -47,12 +60,23 @@ def test_launcher_options_agree_with_the_settings_or_are_refused(precision, envi
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [(["--mixed_precision", "bf16"], "bf16"), (["--dynamo_backend", "eager"], "eager")]
+    ("options", "said"),
+    [(["--mixed_precision", "bf16"], "bf16"), (["--dynamo_backend", "eager"], "eager")],
 )
 def test_accelerate_launch_is_refused_in_one_sentence(options, said, tmp_path):
-    (tmp_path / "config.yaml").write_text(to_yaml(train_config(write_beir(tmp_path / "data"), tmp_path / "run")))
+    (tmp_path / "config.yaml").write_text(
+        to_yaml(train_config(write_beir(tmp_path / "data"), tmp_path / "run"))
+    )
     launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", *options]
-    call = [python(), *launch, "-m", "contaccum", "train", "--config", str(tmp_path / "config.yaml")]
+    call = [
+        python(),
+        *launch,
+        "-m",
+        "contaccum",
+        "train",
+        "--config",
+        str(tmp_path / "config.yaml"),
+    ]
     environment = {**os.environ, "HF_HOME": str(tmp_path)}  # without the user's accelerate config
     done = subprocess.run(call, capture_output=True, text=True, check=False, env=environment)
     found = [line for line in done.stderr.splitlines() if line.startswith("contaccum: ")]
@@ -61,12 +85,16 @@ def test_accelerate_launch_is_refused_in_one_sentence(options, said, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("outer", "code", "printed"), [("nullcontext", 0, "continues\n"), ("StopSignals", 130, "")])
+@pytest.mark.parametrize(
+    ("outer", "code", "printed"), [("nullcontext", 0, "continues\n"), ("StopSignals", 130, "")]
+)
 def test_a_second_ctrl_c_ends_the_command_line_but_not_another_program(outer, code, printed):
     """The command line has a StopSignals of its own around that of the training run."""
     script = (
-        "import os, signal; from contextlib import nullcontext; from contaccum.runtime.launch import StopSignals\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # the tests may run with SIGINT ignored
+        "import os, signal; from contextlib import nullcontext; from contaccum.runtime.launch "
+        "import StopSignals\n"
+        # the tests may run with SIGINT ignored
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"with {outer}():\n"
         "    try:\n"
         "        with StopSignals() as signals, signals.deferred():\n"
@@ -74,7 +102,9 @@ def test_a_second_ctrl_c_ends_the_command_line_but_not_another_program(outer, co
         "    except KeyboardInterrupt:\n"
         "        print('continues')\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (code, printed), done.stderr
 
 

@@ -12,7 +12,8 @@ from contaccum.runtime.files import write_text
 
 CALLS = [
     "train --data.train {url} --output_dir out --model.name tiny",
-    "train --data.train data --output_dir {url} --model.name tiny --model.max_query_length 8 --model.max_passage_length 8",
+    "train --data.train data --output_dir {url} --model.name tiny --model.max_query_length 8 "
+    "--model.max_passage_length 8",
     "train --data.train data --data.dev {url} --output_dir out --model.name tiny",
     "train --data.train data --output_dir out --model.name {url}",
     "evaluate --model {url} --data data",
@@ -26,7 +27,8 @@ CALLS = [
     "mine --model bm25 --data {url} --output out",
     "encode --model {url} --input data/corpus.jsonl --output out",
     "encode --model model --input {url} --output out",
-    "encode --model model --input data/corpus.jsonl --output {url} --max_query_length 8 --max_passage_length 8",
+    "encode --model model --input data/corpus.jsonl --output {url} --max_query_length 8 "
+    "--max_passage_length 8",
     "merge {url} out",
     "push {url} somebody/name --dry_run",
     "data check {url}",
@@ -46,14 +48,27 @@ def test_addresses_are_refused(call, url, tmp_path, monkeypatch, capsys):
     capsys.readouterr()  # drops the progress of making the model
     code, said = main(call.format(url=url).split()), capsys.readouterr().err
     assert code == 2, said
-    assert f"an address with the scheme {url.partition(':')[0]} is not a local path. Mount the storage" in said, said
+    assert (
+        f"an address with the scheme {url.partition(':')[0]} is not a local path. Mount the storage"
+        in said
+    ), said
     assert said.count("\n") == 1
     left = [path for path in Path().rglob("*") if path not in before and "cache" not in path.parts]
     assert [path for path in left if not path.name.startswith("cache")] == []
 
 
 @pytest.mark.parametrize(
-    "name", ["hub:/folder", "hub:owner/name", "C:/Users/x", "a:b", "folder/s3:/x", "s3", "./s3:/x", "x:y/z"]
+    "name",
+    [
+        "hub:/folder",
+        "hub:owner/name",
+        "C:/Users/x",
+        "a:b",
+        "folder/s3:/x",
+        "s3",
+        "./s3:/x",
+        "x:y/z",
+    ],
 )
 def test_other_names_with_colons_are_paths(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -62,7 +77,8 @@ def test_other_names_with_colons_are_paths(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["gs://b/x", "GS://b", "az://c", "file:///x", "abfss://c@a.net/x", "https://h/x", "dbfs:/x"]
+    "name",
+    ["gs://b/x", "GS://b", "az://c", "file:///x", "abfss://c@a.net/x", "https://h/x", "dbfs:/x"],
 )
 def test_schemes(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -1,8 +1,8 @@
 """Server that imports everything once and forks a process for each requested run.
 
-A line of its standard input is JSON: ``{"arguments": [...], "at": n}``. The child runs the command line with them and is
-killed just before its n-th system call that changes files (0: never). The answer is the child's exit code, as subprocess gives
-it, and its number of such calls.
+A line of its standard input is JSON: ``{"arguments": [...], "at": n}``. The child runs the command
+line with them and is killed just before its n-th system call that changes files (0: never). The
+answer is the child's exit code, as subprocess gives it, and its number of such calls.
 """
 
 import ctypes

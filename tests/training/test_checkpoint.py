@@ -10,7 +10,14 @@ import pytest
 from helpers import train_config, write_beir
 
 from contaccum.errors import InputError
-from contaccum.runtime.files import cache_folder, is_leftover, sweep, whole_file, whole_folder, write_text
+from contaccum.runtime.files import (
+    cache_folder,
+    is_leftover,
+    sweep,
+    whole_file,
+    whole_folder,
+    write_text,
+)
 from contaccum.training.loop import train
 from contaccum.training.run_folder import newest_checkpoint
 
@@ -21,7 +28,13 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     os.environ["CONTACCUM_CACHE"] = str(folder / "cache")
     data = write_beir(folder / "data")
-    train(train_config(data, folder / "run", **{"optim.max_steps": 2, "run.save_steps": 1, "model.tiny_layers": 1}))
+    train(
+        train_config(
+            data,
+            folder / "run",
+            **{"optim.max_steps": 2, "run.save_steps": 1, "model.tiny_layers": 1},
+        )
+    )
     return folder / "run"
 
 
@@ -33,12 +46,16 @@ def test_flipped_bit_in_any_file_falls_back_to_previous_checkpoint(run, capsys):
     """Flip bits of the first, the middle, the last and some other bytes of each file, including the manifest."""
     newest, before = (run / "checkpoints" / f"step-{step:08d}" for step in (2, 1))
     files = files_of(newest)
-    assert {"manifest.json", "state.json", "bank.safetensors", "optimizer.safetensors"} <= {path.name for path in files}
+    assert {"manifest.json", "state.json", "bank.safetensors", "optimizer.safetensors"} <= {
+        path.name for path in files
+    }
     assert len(files) > 20
     assert newest_checkpoint(run).folder == newest
     for path in files:
         content = path.read_bytes()
-        for number, place in enumerate(sorted({0, len(content) // 3, len(content) // 2, len(content) - 1})):
+        for number, place in enumerate(
+            sorted({0, len(content) // 3, len(content) // 2, len(content) - 1})
+        ):
             spoiled = bytearray(content)
             spoiled[place] ^= 1 << (number * 3 + place) % 8
             path.write_bytes(spoiled)
@@ -128,7 +145,9 @@ def test_temporary_files_of_a_killed_run_are_removed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model", "x" * 250, "ä" * 120], ids=len)
-def test_a_folder_of_a_process_that_was_killed_between_two_renames_gets_its_name_back(name, tmp_path):
+def test_a_folder_of_a_process_that_was_killed_between_two_renames_gets_its_name_back(
+    name, tmp_path
+):
     (tmp_path / name).mkdir()
     (tmp_path / name / "a").write_text("old")
     killed = (
@@ -136,22 +155,31 @@ def test_a_folder_of_a_process_that_was_killed_between_two_renames_gets_its_name
         "os.replace = lambda old, new: (plain(old, new), os._exit(9))\n"
         "with whole_folder(sys.argv[1]): pass"
     )
-    assert subprocess.run([sys.executable, "-c", killed, tmp_path / name], check=False).returncode == 9
+    assert (
+        subprocess.run([sys.executable, "-c", killed, tmp_path / name], check=False).returncode == 9
+    )
     assert not (tmp_path / name).exists()
     sweep(tmp_path, name)
-    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == [name, f"{name}/a"]
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == [
+        name,
+        f"{name}/a",
+    ]
 
 
 def test_the_next_call_removes_the_half_file_of_a_killed_one(tmp_path):
     """Also if the file is a link to another folder."""
     killed = (
-        "import os, sys; from contaccum.runtime.files import write_text; os.replace = lambda *_: os._exit(9)\n"
+        "import os, sys; from contaccum.runtime.files import write_text; os.replace = lambda *_: "
+        "os._exit(9)\n"
         "write_text(sys.argv[1], 'half')"
     )
     (tmp_path / "disk").mkdir()
     (tmp_path / "link.trec").symlink_to("disk/run.trec")
     for name in ("run.trec", "link.trec"):
-        assert subprocess.run([sys.executable, "-c", killed, tmp_path / name], check=False).returncode == 9
+        assert (
+            subprocess.run([sys.executable, "-c", killed, tmp_path / name], check=False).returncode
+            == 9
+        )
     assert sum(is_leftover(path.name) for path in tmp_path.rglob("*")) == 2
     for name in ("run.trec", "link.trec"):
         write_text(tmp_path / name, "whole")
@@ -161,7 +189,9 @@ def test_the_next_call_removes_the_half_file_of_a_killed_one(tmp_path):
 
 def test_a_file_is_not_replaced_by_a_folder(tmp_path):
     (tmp_path / "model").write_text("mine")
-    refused = pytest.raises(InputError, match=r"model: cannot be written \(this is a file, not a folder\)")
+    refused = pytest.raises(
+        InputError, match=r"model: cannot be written \(this is a file, not a folder\)"
+    )
     with refused, whole_folder(tmp_path / "model") as part:
         (part / "a").write_text("new")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -179,7 +209,9 @@ def test_cache_folder_needs_a_home_folder_only_without_settings(monkeypatch, tmp
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache_folder() == tmp_path / "a"
     monkeypatch.delenv("CONTACCUM_CACHE")
-    with pytest.raises(InputError, match=r"there is no home folder for the cache .*; set CONTACCUM_CACHE"):
+    with pytest.raises(
+        InputError, match=r"there is no home folder for the cache .*; set CONTACCUM_CACHE"
+    ):
         cache_folder()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "contaccum"
@@ -221,7 +253,12 @@ def test_folder_files_are_flushed_once_before_the_rename(tmp_path, monkeypatch):
     part = outer.name
     assert flushed[:3] == [("rename", "a"), ("rename", "b"), ("rename", "inner")]
     assert sorted(flushed[3:5]) == [("flush", "a"), ("flush", "b")]
-    assert flushed[5:] == [("flush", "inner"), ("flush", part), ("rename", "outer"), ("flush", tmp_path.name)]
+    assert flushed[5:] == [
+        ("flush", "inner"),
+        ("flush", part),
+        ("rename", "outer"),
+        ("flush", tmp_path.name),
+    ]
 
 
 def test_an_interrupt_between_two_renames_keeps_the_old_folder(monkeypatch, tmp_path):
@@ -238,5 +275,8 @@ def test_an_interrupt_between_two_renames_keeps_the_old_folder(monkeypatch, tmp_
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "model") as part:
         (part / "a").write_text("new")
-    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["model", "model/a"]
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == [
+        "model",
+        "model/a",
+    ]
     assert (tmp_path / "model" / "a").read_text() == "old"

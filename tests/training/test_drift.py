@@ -27,7 +27,8 @@ def data(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "share"), [("passage_bank", 1.0), ("cont_accum", 1.0), ("cont_cache", 1.0), ("cont_cache", 0.5)]
+    ("method", "share"),
+    [("passage_bank", 1.0), ("cont_accum", 1.0), ("cont_cache", 1.0), ("cont_cache", 0.5)],
 )
 def test_drift_is_zero_only_for_unchanged_weights(method, share, data, tmp_path):
     """The dropout noise is replayed (partial replay fills the bank without it), so the cosine is 1 to rounding if the weights do
@@ -42,7 +43,9 @@ def test_drift_is_zero_only_for_unchanged_weights(method, share, data, tmp_path)
             assert (found[1] is None) == (method == "passage_bank")
             for cosine in found[: 1 + (found[1] is not None)]:
                 assert (abs(cosine - 1) < 1e-6) == still
-    assert load_run_record(tmp_path / "0.001").steps[-1]["drift_passage_cosine"] < 1  # the report takes such a log
+    assert (
+        load_run_record(tmp_path / "0.001").steps[-1]["drift_passage_cosine"] < 1
+    )  # the report takes such a log
     last = read_log(tmp_path / "0.001")[-1]["drift"]
     ages = [one["age"] for one in last]
     assert ages == [2, 1, 1, 1]  # 8 of 24 rows, two micro-batches, are of the step before
@@ -83,9 +86,16 @@ def test_the_sample_of_a_large_bank_has_whole_micro_batches_from_all_ages():
     bank.step = 1024
     bank.age.copy_(1024 - rows.roll(1000) // 128)
     bank.index_in_step.copy_(rows.roll(1000) % 128)
-    drift = Drift(None, bank, SimpleNamespace(rows_of=lambda *_: [8] * 16), MicroBatchSize([8], "pairs"))  # type: ignore[arg-type]
+    drift = Drift(
+        None, bank, SimpleNamespace(rows_of=lambda *_: [8] * 16), MicroBatchSize([8], "pairs")
+    )  # type: ignore[arg-type]
     sample = drift._sample()
-    assert [(step, number) for step, number, _ in sample] == [(0, 0), (341, 5), (682, 10), (1023, 15)]
+    assert [(step, number) for step, number, _ in sample] == [
+        (0, 0),
+        (341, 5),
+        (682, 10),
+        (1023, 15),
+    ]
     for step, number, slots in sample:
         assert bank.age[slots].tolist() == [1024 - step] * 8
         assert bank.index_in_step[slots].tolist() == list(range(8 * number, 8 * number + 8))
@@ -93,7 +103,11 @@ def test_the_sample_of_a_large_bank_has_whole_micro_batches_from_all_ages():
 
 def test_bank_without_complete_micro_batch_has_no_drift(data, tmp_path):
     train(train_config(data, tmp_path / "run", "grad_accum", **DROPOUT, **{"optim.max_steps": 2}))
-    train(train_config(data, tmp_path / "kept", **DROPOUT, **{"bank.keep": False, "optim.max_steps": 2}))
+    train(
+        train_config(
+            data, tmp_path / "kept", **DROPOUT, **{"bank.keep": False, "optim.max_steps": 2}
+        )
+    )
     for run in ("run", "kept"):
         for line in read_log(tmp_path / run):
             assert "drift" not in line
@@ -119,7 +133,9 @@ def test_row_weights_equal_hand_computed_values(method, changes, weight, data, t
     assert read_log(tmp_path / "run")[-1]["weight_per_row"] == pytest.approx(weight)
 
 
-@pytest.mark.parametrize("changes", [{}, {"loss.matryoshka_dims": [8, 16]}, {"data.hard_negatives": 1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"loss.matryoshka_dims": [8, 16]}, {"data.hard_negatives": 1}]
+)
 @pytest.mark.parametrize("method", ["cont_accum", "cont_cache"])
 def test_logged_loss_is_the_mean_over_rows_for_both_row_weights(method, changes, data, tmp_path):
     """Without updates, both weights see the same embeddings, so the mean over all rows must be the same."""
@@ -137,14 +153,18 @@ def test_logged_loss_is_the_mean_over_rows_for_both_row_weights(method, changes,
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     pairs = 16 if method == "cont_cache" else 4
     first, *_, last = logs["current"]
-    assert last["differentiated_loss"] == pytest.approx(last["loss"] * (pairs + 24) / pairs, rel=1e-4)
+    assert last["differentiated_loss"] == pytest.approx(
+        last["loss"] * (pairs + 24) / pairs, rel=1e-4
+    )
     assert not any("differentiated_loss" in line for line in logs["all"])
     assert first["loss"] < last["differentiated_loss"] / 2
 
 
 def test_logged_clipped_norms_equal_gradient_norms(data, tmp_path):
     """The logged norms are those of the clipped gradients; gradients below the limit are not clipped."""
-    config = train_config(data, tmp_path / "run", **{"optim.max_grad_norm": 0.05, "optim.max_steps": 3})
+    config = train_config(
+        data, tmp_path / "run", **{"optim.max_grad_norm": 0.05, "optim.max_steps": 3}
+    )
     train(config)
     for line in read_log(tmp_path / "run"):
         assert line["grad_norm"] > 0.05
@@ -157,11 +177,17 @@ def test_logged_clipped_norms_equal_gradient_norms(data, tmp_path):
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.0))
     loss = parts.build_loss(config, encoder)
     bank = parts.build_bank(config, engine, encoder, loss)
-    METHODS["cont_accum"](engine, parts.build_batches(config, engine, encoder, train_set).step(0), bank, loss)
+    METHODS["cont_accum"](
+        engine, parts.build_batches(config, engine, encoder, train_set).step(0), bank, loss
+    )
     before = engine.gradient_norms()
     scale = engine.clip(math.hypot(*before), 0.05)
     assert engine.gradient_norms() == pytest.approx([norm * scale for norm in before], rel=1e-4)
-    train(train_config(data, tmp_path / "free", **{"optim.max_grad_norm": 100.0, "optim.max_steps": 1}))
+    train(
+        train_config(
+            data, tmp_path / "free", **{"optim.max_grad_norm": 100.0, "optim.max_steps": 1}
+        )
+    )
     line = read_log(tmp_path / "free")[0]
     assert line["query_grad_norm_clipped"] == line["query_grad_norm"]
 
@@ -171,7 +197,10 @@ def test_drift_sample_spans_oldest_to_newest_rows(data, tmp_path):
     engine, train_set = Engine(device="cpu"), open_train_set(data)
     encoder = parts.build_encoder(config, train_set).train()
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.0))
-    batches, loss = parts.build_batches(config, engine, encoder, train_set), parts.build_loss(config, encoder)
+    batches, loss = (
+        parts.build_batches(config, engine, encoder, train_set),
+        parts.build_loss(config, encoder),
+    )
     bank = parts.build_bank(config, engine, encoder, loss)
     drift = Drift(engine, bank, batches.clone(), MicroBatchSize([4], "pairs"))
     assert drift.measure() == {}
@@ -180,4 +209,9 @@ def test_drift_sample_spans_oldest_to_newest_rows(data, tmp_path):
         METHODS["cont_accum"](engine, batches.step(step), bank, loss)
         engine.update()
         bank.end_step()
-    assert [(step, number) for step, number, _ in drift._sample()] == [(0, 2), (1, 1), (2, 0), (2, 3)]
+    assert [(step, number) for step, number, _ in drift._sample()] == [
+        (0, 2),
+        (1, 1),
+        (2, 0),
+        (2, 3),
+    ]

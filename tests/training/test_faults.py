@@ -26,10 +26,14 @@ class Faults:
     def __init__(self, folder: Path) -> None:
         compiler = shutil.which("cc")
         if compiler is None or sys.platform != "linux":
-            pytest.skip("needs Linux and a C compiler (cc), to stand between a process and its system calls")
+            pytest.skip(
+                "needs Linux and a C compiler (cc), to stand between a process and its system calls"
+            )
         library = folder / "die_at_call.so"
         source = HERE / "die_at_call.c"
-        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+        subprocess.run(
+            [compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True
+        )
         # no worker threads: a fork would lose them
         environment = {
             **os.environ,
@@ -43,7 +47,9 @@ class Faults:
 
     def run(self, at: int, *arguments: object) -> tuple[int, int]:
         """Exit code, and the number of calls of a run that ended well."""
-        self.process.stdin.write(json.dumps({"arguments": [str(each) for each in arguments], "at": at}) + "\n")
+        self.process.stdin.write(
+            json.dumps({"arguments": [str(each) for each in arguments], "at": at}) + "\n"
+        )
         self.process.stdin.flush()
         answer = json.loads(self.process.stdout.readline())
         return answer["code"], answer["calls"]

@@ -30,12 +30,15 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
     data = write_beir(tmp_path / "data")
     rows = [
-        {"query": f"which bird sings in {n}", "pos": [f"a lark in {n}"], "neg": [f"an owl of {n}"]} for n in range(13)
+        {"query": f"which bird sings in {n}", "pos": [f"a lark in {n}"], "neg": [f"an owl of {n}"]}
+        for n in range(13)
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     texts = [json.loads(line)["text"] for line in (data / "corpus.jsonl").read_text().splitlines()]
     tower = tiny_tower(texts, "mean", layers=1, width=48, vocabulary=100, max_length=24, seed=3)
-    settings = EncoderSettings(tie_towers=True, max_query_length=24, max_passage_length=24, query_prefix="query ")
+    settings = EncoderSettings(
+        tie_towers=True, max_query_length=24, max_passage_length=24, query_prefix="query "
+    )
     DualEncoder(tower, tower, settings).save(tmp_path / "guide")
     return tmp_path
 
@@ -46,7 +49,9 @@ def config(name: str, method: str = "cont_accum", **changes) -> TrainConfig:
     changes = {"data.hard_negatives": 1, "data.fill_negatives": "none", **changes}
     if mixture is not None:
         sets = zip(("data", "pairs.jsonl"), mixture, strict=True)
-        changes["data.mixture"] = [MixtureConfig(path, in_batch_negatives=each) for path, each in sets]
+        changes["data.mixture"] = [
+            MixtureConfig(path, in_batch_negatives=each) for path, each in sets
+        ]
     data = "" if mixture is not None else "data"
     return train_config(Path(data), Path(name), method, **{"data.train": data, **changes})
 
@@ -60,7 +65,11 @@ RUNS = {
     "own": ("cont_accum", BY_MODEL, {"loss.false_negative_margin": None}),
     "own passages": ("passage_bank", BY_MODEL, {"loss.false_negative_margin": None}),
     "separate": ("cont_cache", {"mixture": (True, False)}, {"mixture": (True, True)}),
-    "all": ("cont_accum", {**BY_GUIDE, **WIDTHS, "mixture": (False, True)}, {"mixture": (True, True)}),
+    "all": (
+        "cont_accum",
+        {**BY_GUIDE, **WIDTHS, "mixture": (False, True)},
+        {"mixture": (True, True)},
+    ),
 }
 
 
@@ -75,13 +84,19 @@ def test_run_with_left_out_pairs_resumes_to_the_byte(name, folder):
         shutil.rmtree(f"broken/checkpoints/step-0000000{step}")
     train(config("broken", method, resume=True, **changes))
     assert weights(folder / "broken") == weights(folder / "whole")
-    runs = [[line for line in read_log(folder / run) if "loss" in line] for run in ("whole", "broken")]
+    runs = [
+        [line for line in read_log(folder / run) if "loss" in line] for run in ("whole", "broken")
+    ]
     assert [line["loss"] for line in runs[0]] == [line["loss"] for line in runs[1]]
-    banks = [newest_checkpoint(folder / run).folder / "bank.safetensors" for run in ("whole", "broken")]
+    banks = [
+        newest_checkpoint(folder / run).folder / "bank.safetensors" for run in ("whole", "broken")
+    ]
     assert banks[0].read_bytes() == banks[1].read_bytes()
     filtered = [line.get("filtered", 0) for line in runs[0]]
     assert sum(filtered) > 0 or name == "separate"
-    assert ("query_numbers" in load_file(banks[0])) == ("own" not in name)  # a row number, and no second vector
+    assert ("query_numbers" in load_file(banks[0])) == (
+        "own" not in name
+    )  # a row number, and no second vector
     train(config("other", method, **{**changes, **other}))  # negative control
     assert weights(folder / "other") != weights(folder / "whole")
 
@@ -89,7 +104,11 @@ def test_run_with_left_out_pairs_resumes_to_the_byte(name, folder):
 @pytest.mark.parametrize("mixture", [None, (True, False)])
 def test_guide_vectors_are_those_of_the_texts_in_the_step(mixture, folder):
     made = config("run", **BY_GUIDE, mixture=mixture) if mixture else config("run", **BY_GUIDE)
-    train_set, engine, guide = load_training(made.data), Engine(device="cpu"), DualEncoder.load("guide")
+    train_set, engine, guide = (
+        load_training(made.data),
+        Engine(device="cpu"),
+        DualEncoder.load("guide"),
+    )
     encoder = parts.build_encoder(made, train_set)
     rules = parts.build_rules(made, engine, train_set)
     passages = [f"{row['title']} {row['text']}".strip() for row in train_set.passages]
@@ -98,10 +117,14 @@ def test_guide_vectors_are_those_of_the_texts_in_the_step(mixture, folder):
         queries = batch.ids.queries
         assert [train_set.queries[int(row)]["id"] for row in queries] == batch.query_ids
         texts = [train_set.queries[int(row)]["text"] for row in queries]
-        np.testing.assert_allclose(rules.guide.queries(queries), guide.encode_queries(texts), atol=2e-3)
+        np.testing.assert_allclose(
+            rules.guide.queries(queries), guide.encode_queries(texts), atol=2e-3
+        )
         ids = batch.ids.columns.flatten()
         texts = [passages[int(row)] for row in ids]
-        np.testing.assert_allclose(rules.guide.passages(ids), guide.encode_passages(texts), atol=2e-3)
+        np.testing.assert_allclose(
+            rules.guide.passages(ids), guide.encode_passages(texts), atol=2e-3
+        )
         seen |= set(queries.tolist())
         if mixture:
             assert rules.separate[queries].tolist() == [
@@ -152,24 +175,53 @@ def test_changed_guide_is_refused_on_resume(folder):
     with pytest.raises(InputError, match=r"loss.guide_margin was 0.002 and is 0.1"):
         train(config("run", resume=True, **{**changes, "loss.guide_margin": 0.1}))
     (folder / "guide" / "note").write_text("changed")
-    with pytest.raises(InputError, match=r"the conditions of training changed: guide was \w+ and is \w+\."):
+    with pytest.raises(
+        InputError, match=r"the conditions of training changed: guide was \w+ and is \w+\."
+    ):
         train(config("run", resume=True, **changes))
 
 
-MISSING = "loss.guide: no/such/guide: no such folder; expected the folder of a model or of a run, or a Hub name"
+MISSING = (
+    "loss.guide: no/such/guide: no such folder; expected the folder of a model or of a run, "
+    "or a Hub name"
+)
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (["--loss.guide", "no/such/guide"], MISSING),
-        (["--loss.guide", "data/corpus.jsonl"], "loss.guide: data/corpus.jsonl: this is not a folder"),
-        (["--loss.guide", "tiny"], "loss.guide is 'tiny', which has random weights and cannot detect false negatives"),
+        (
+            ["--loss.guide", "data/corpus.jsonl"],
+            "loss.guide: data/corpus.jsonl: this is not a folder",
+        ),
+        (
+            ["--loss.guide", "tiny"],
+            "loss.guide is 'tiny', which has random weights and cannot detect false negatives",
+        ),
     ],
 )
-def test_unusable_guide_is_refused_before_anything_is_loaded(options, sentence, folder, capsys, monkeypatch):
-    monkeypatch.setattr("contaccum.training.loop.load_training", lambda *given: pytest.fail("data was read"))
-    assert main(["train", "--data.train", "data", "--output_dir", "run", "--model.name", "tiny", *options]) == 2
+def test_unusable_guide_is_refused_before_anything_is_loaded(
+    options, sentence, folder, capsys, monkeypatch
+):
+    monkeypatch.setattr(
+        "contaccum.training.loop.load_training", lambda *given: pytest.fail("data was read")
+    )
+    assert (
+        main(
+            [
+                "train",
+                "--data.train",
+                "data",
+                "--output_dir",
+                "run",
+                "--model.name",
+                "tiny",
+                *options,
+            ]
+        )
+        == 2
+    )
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith(f"contaccum: {sentence}")
     assert not Path("run").exists()
@@ -180,10 +232,14 @@ def test_set_without_negatives_is_refused_or_named(folder):
     Path("pairs.jsonl").write_text(
         "".join(json.dumps(row | {"neg": row["neg"][: n % 2]}) + "\n" for n, row in enumerate(rows))
     )
-    with pytest.warns(UserWarning, match=r"pairs.jsonl: 7 of 13 queries have no hard negative, .* their loss is 0"):
+    with pytest.warns(
+        UserWarning, match=r"pairs.jsonl: 7 of 13 queries have no hard negative, .* their loss is 0"
+    ):
         load_training(config("run", mixture=(True, False)).data)
     Path("pairs.jsonl").write_text("".join(json.dumps(row | {"neg": []}) + "\n" for row in rows))
-    with pytest.raises(InputError, match=r"pairs.jsonl: 13 of 13 queries have no hard negative.* no negatives"):
+    with pytest.raises(
+        InputError, match=r"pairs.jsonl: 13 of 13 queries have no hard negative.* no negatives"
+    ):
         load_training(config("run", mixture=(True, False)).data)
     load_training(config("run", mixture=(True, True)).data)  # negative control
 
@@ -192,16 +248,29 @@ def test_set_without_negatives_is_refused_or_named(folder):
 def test_two_processes_leave_out_the_pairs_of_one(folder):
     jobs = {}
     for name, world, margin in (("one", 1, 0.002), ("two", 2, 0.002), ("other", 2, 0.2)):
-        changes = {**BY_GUIDE, "loss.guide_margin": margin, "mixture": (True, False), "model.dropout": 0.0}
+        changes = {
+            **BY_GUIDE,
+            "loss.guide_margin": margin,
+            "mixture": (True, False),
+            "model.dropout": 0.0,
+        }
         made = config(
-            str(folder / name), **changes, **{"batch.micro_batch_size": 4 // world, "run.bank_check_steps": 1}
+            str(folder / name),
+            **changes,
+            **{"batch.micro_batch_size": 4 // world, "run.bank_check_steps": 1},
         )
         Path(f"{name}.yaml").write_text(to_yaml(made))
         jobs[name] = Job(["train", "--config", f"{name}.yaml"], world)
     for outcome in run_jobs(jobs, folder / "jobs").values():
         outcome.check()
     logs = {name: [line for line in read_log(folder / name) if "loss" in line] for name in jobs}
-    values = {name: [(line["loss"], line["filtered"]) for line in lines] for name, lines in logs.items()}
-    assert [each for each, _ in values["two"]] == pytest.approx([each for each, _ in values["one"]], rel=1e-4)
+    values = {
+        name: [(line["loss"], line["filtered"]) for line in lines] for name, lines in logs.items()
+    }
+    assert [each for each, _ in values["two"]] == pytest.approx(
+        [each for each, _ in values["one"]], rel=1e-4
+    )
     assert [count for _, count in values["two"]] == [count for _, count in values["one"]]
-    assert [each for each, _ in values["other"]] != pytest.approx([each for each, _ in values["one"]], rel=1e-3)
+    assert [each for each, _ in values["other"]] != pytest.approx(
+        [each for each, _ in values["one"]], rel=1e-3
+    )

@@ -16,7 +16,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import micro_batches, open_retrieval_set, tiny_encoder, train_config, weights, write_beir
+from helpers import (
+    micro_batches,
+    open_retrieval_set,
+    tiny_encoder,
+    train_config,
+    weights,
+    write_beir,
+)
 from processes import python
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
@@ -46,7 +53,10 @@ def data(tmp_path):
 def test_training_on_one_query_warns_that_there_are_no_negatives(count, tmp_path):
     file = tmp_path / "pairs.jsonl"
     file.write_text(
-        "".join(json.dumps({"query": f"question {n}", "pos": [f"answer {n}"]}) + "\n" for n in range(count))
+        "".join(
+            json.dumps({"query": f"question {n}", "pos": [f"answer {n}"]}) + "\n"
+            for n in range(count)
+        )
     )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -59,7 +69,9 @@ def test_training_on_one_query_warns_that_there_are_no_negatives(count, tmp_path
 @pytest.mark.parametrize("method", list(METHOD_SPECS))
 def test_every_method_trains_logs_and_learns(method, data, tmp_path):
     run = tmp_path / "run"
-    model = train(train_config(data, run, method, **{"data.hard_negatives": 1, "optim.max_steps": 30}))
+    model = train(
+        train_config(data, run, method, **{"data.hard_negatives": 1, "optim.max_steps": 30})
+    )
     assert model == run / "model"
     log = read_log(run)
     assert [line["step"] for line in log] == list(range(1, 31))
@@ -75,8 +87,12 @@ def test_every_method_trains_logs_and_learns(method, data, tmp_path):
         ):
             assert math.isfinite(line[name])
             assert line[name] > 0
-        assert line["grad_norm"] == pytest.approx(math.hypot(line["query_grad_norm"], line["passage_grad_norm"]))
-        assert line["grad_norm_ratio"] == pytest.approx(line["passage_grad_norm"] / line["query_grad_norm"])
+        assert line["grad_norm"] == pytest.approx(
+            math.hypot(line["query_grad_norm"], line["passage_grad_norm"])
+        )
+        assert line["grad_norm_ratio"] == pytest.approx(
+            line["passage_grad_norm"] / line["query_grad_norm"]
+        )
         assert line["pairs_per_second"] == pytest.approx(16 / line["seconds"])
         assert 0 <= line["waited"] <= line["seconds"]
     expected = 0 if METHOD_SPECS[method].bank == "none" else 24
@@ -104,7 +120,11 @@ def test_logged_negatives_equal_columns_minus_the_positive(data, tmp_path):
 
 def test_masked_false_negatives_are_counted(data, tmp_path):
     train(train_config(data, tmp_path / "on", **{"optim.max_steps": 6}))
-    train(train_config(data, tmp_path / "off", **{"optim.max_steps": 6, "loss.mask_false_negatives": False}))
+    train(
+        train_config(
+            data, tmp_path / "off", **{"optim.max_steps": 6, "loss.mask_false_negatives": False}
+        )
+    )
     assert sum(line["masked"] for line in read_log(tmp_path / "on")) > 0
     assert sum(line["masked"] for line in read_log(tmp_path / "off")) == 0
 
@@ -113,13 +133,20 @@ def test_tied_towers_log_one_norm_and_stay_equal(data, tmp_path):
     model = train(train_config(data, tmp_path / "run", **{"model.tie_towers": True}))
     assert read_log(tmp_path / "run")[0]["grad_norm_ratio"] is None
     encoder = DualEncoder.load(model)
-    np.testing.assert_array_equal(encoder.encode_queries(["red fox"]), encoder.encode_passages(["red fox"]))
+    np.testing.assert_array_equal(
+        encoder.encode_queries(["red fox"]), encoder.encode_passages(["red fox"])
+    )
 
 
 def test_best_dev_model_is_saved(data, tmp_path):
     """At a learning rate that damages the model late, the best model is saved, not the last one."""
     run = tmp_path / "run"
-    changes = {"data.dev": str(data), "run.eval_steps": 4, "optim.max_steps": 24, "optim.schedule": "constant"}
+    changes = {
+        "data.dev": str(data),
+        "run.eval_steps": 4,
+        "optim.max_steps": 24,
+        "optim.schedule": "constant",
+    }
     model = train(train_config(data, run, **changes, **{"optim.learning_rate": 0.02}))
     scores = {line["step"]: line["dev"]["ndcg@10"] for line in read_log(run) if "dev" in line}
     assert list(scores) == [4, 8, 12, 16, 20, 24]
@@ -158,11 +185,15 @@ def test_log_and_dev_evaluation_follow_their_settings(data, tmp_path, monkeypatc
 def test_every_selectable_metric_is_computed(data, tmp_path):
     train(
         train_config(
-            data, tmp_path / "run", **{"data.dev": str(data), "run.metric": "recall@100", "optim.max_steps": 1}
+            data,
+            tmp_path / "run",
+            **{"data.dev": str(data), "run.metric": "recall@100", "optim.max_steps": 1},
         )
     )
     computed = read_json(tmp_path / "run" / "dev_metrics.json")["mean"]
-    assert set(computed) == {f"{measure}@{cut}" for measure in METRIC_MEASURES for cut in METRIC_CUTS}
+    assert set(computed) == {
+        f"{measure}@{cut}" for measure in METRIC_MEASURES for cut in METRIC_CUTS
+    }
 
 
 def test_failed_evaluation_is_repeated_on_resume(data, tmp_path, monkeypatch):
@@ -181,7 +212,9 @@ def test_failed_evaluation_is_repeated_on_resume(data, tmp_path, monkeypatch):
     assert newest_checkpoint(run).state["step"] == 3
     train(train_config(data, run, resume=True, **changes))
     assert weights(run) == weights(tmp_path / "whole")
-    evaluations = [[line for line in read_log(folder) if "dev" in line] for folder in (run, tmp_path / "whole")]
+    evaluations = [
+        [line for line in read_log(folder) if "dev" in line] for folder in (run, tmp_path / "whole")
+    ]
     assert evaluations[0] == evaluations[1]
 
 
@@ -189,9 +222,12 @@ def test_best_model_that_was_not_saved_is_saved_on_resume(data, tmp_path, monkey
     """The disk of ``model/`` is full at the first evaluation, which is the best; the checkpoint does not count it."""
     changes = {"data.dev": str(data), "run.eval_steps": 3, "run.save_steps": 0}
     whole, run = tmp_path / "whole", tmp_path / "run"
-    scores = iter([0.9, 0.5, 0.9, 0.9, 0.5])  # of one run, and of the other, which repeats its first evaluation
+    scores = iter(
+        [0.9, 0.5, 0.9, 0.9, 0.5]
+    )  # of one run, and of the other, which repeats its first evaluation
     monkeypatch.setattr(
-        "contaccum.training.loop.evaluate", lambda *_, **__: {"mean": {"ndcg@10": next(scores)}, "queries": 1}
+        "contaccum.training.loop.evaluate",
+        lambda *_, **__: {"mean": {"ndcg@10": next(scores)}, "queries": 1},
     )
     train(train_config(data, whole, **changes))
     save = DualEncoder.save
@@ -216,11 +252,17 @@ def test_best_model_that_was_not_saved_is_saved_on_resume(data, tmp_path, monkey
 def test_bf16_losses_are_close_to_fp32(precision, data, tmp_path):
     losses = {}
     for name in ("fp32", precision):
-        train(train_config(data, tmp_path / name, "cont_cache", **{"run.precision": name, "model.dropout": 0.0}))
+        train(
+            train_config(
+                data, tmp_path / name, "cont_cache", **{"run.precision": name, "model.dropout": 0.0}
+            )
+        )
         losses[name] = [line["loss"] for line in read_log(tmp_path / name)]
     assert losses[precision] == pytest.approx(losses["fp32"], rel=0.02)
     assert losses[precision] != losses["fp32"]
-    assert DualEncoder.load(tmp_path / precision / "model").query_tower.backbone.dtype == torch.float32
+    assert (
+        DualEncoder.load(tmp_path / precision / "model").query_tower.backbone.dtype == torch.float32
+    )
 
 
 def test_a_run_does_not_depend_on_the_state_of_torch_and_restores_it(data, tmp_path):
@@ -242,7 +284,10 @@ def test_a_run_does_not_depend_on_the_state_of_torch_and_restores_it(data, tmp_p
         torch.set_default_device(None)
     assert found == (False, torch.float64, "meta")
     assert weights(tmp_path / "after") == weights(tmp_path / "alone")
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match=r"inside torch\.autocast"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(InputError, match=r"inside torch\.autocast"),
+    ):
         train(train_config(data, tmp_path / "autocast"))
 
 
@@ -251,7 +296,9 @@ def test_output_folder_must_be_new_or_empty(data, tmp_path):
     (tmp_path / "taken" / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"not empty\. Choose an empty folder"):
         train(train_config(data, tmp_path / "taken"))
-    with pytest.raises(InputError, match=r"no config\.yaml found, so there is no run to resume in this folder"):
+    with pytest.raises(
+        InputError, match=r"no config\.yaml found, so there is no run to resume in this folder"
+    ):
         train(train_config(data, tmp_path / "taken", resume=True))
     with pytest.raises(InputError, match=r"this is a file\. Choose a folder"):
         train(train_config(data, tmp_path / "taken" / "notes.txt"))
@@ -271,7 +318,9 @@ def test_tensorboard_gets_the_numbers_of_the_log(data, tmp_path):
     assert [event.step for event in events.Scalars("dev/ndcg@10")] == [2]
 
 
-@pytest.mark.parametrize(("name", "words"), [("comet_ml", "'comet_ml' is unknown"), ("wandb", "pip install wandb")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("comet_ml", "'comet_ml' is unknown"), ("wandb", "pip install wandb")]
+)
 def test_unusable_trackers_are_refused_before_the_run(name, words, data, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(InputError, match=words):
@@ -285,7 +334,11 @@ def test_tracker_that_cannot_end_is_a_warning(data, tmp_path, monkeypatch):
 
     monkeypatch.setattr(TensorBoard, "close", close)
     with pytest.warns(UserWarning, match="TensorBoard could not end: .*No space left"):
-        train(train_config(data, tmp_path / "run", **{"run.trackers": ["tensorboard"], "optim.max_steps": 1}))
+        train(
+            train_config(
+                data, tmp_path / "run", **{"run.trackers": ["tensorboard"], "optim.max_steps": 1}
+            )
+        )
     assert (tmp_path / "run" / "model").is_dir()
 
 
@@ -302,12 +355,20 @@ def test_tracker_that_cannot_start_is_a_sentence(data, tmp_path, monkeypatch):
         with pytest.raises(InputError, match=found):
             train(train_config(data, tmp_path / "run", **settings))
     train(
-        train_config(data, tmp_path / "run", resume=True, **settings, **{"run.precision": "bf16"}, allow_changes=True)
+        train_config(
+            data,
+            tmp_path / "run",
+            resume=True,
+            **settings,
+            **{"run.precision": "bf16"},
+            allow_changes=True,
+        )
     )
 
 
 @pytest.mark.parametrize(
-    ("schedule", "peer"), [("linear", get_linear_schedule_with_warmup), ("cosine", get_cosine_schedule_with_warmup)]
+    ("schedule", "peer"),
+    [("linear", get_linear_schedule_with_warmup), ("cosine", get_cosine_schedule_with_warmup)],
 )
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_schedules_equal_transformers(schedule, peer, warmup):
@@ -335,7 +396,9 @@ def test_biases_and_normalization_have_no_weight_decay():
     decayed = {id(p) for p in optimizer.param_groups[0]["params"]}
     for name, parameter in encoder.named_parameters():
         if parameter.requires_grad:
-            assert (id(parameter) in decayed) == (not name.endswith(".bias") and "LayerNorm" not in name), name
+            assert (id(parameter) in decayed) == (
+                not name.endswith(".bias") and "LayerNorm" not in name
+            ), name
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
@@ -361,10 +424,13 @@ def test_peak_memory_excludes_the_parent_process():
     """A child of a process of 1 GiB reports its own peak, with its own allocation."""
     block = np.ones(2**30, dtype=np.uint8)
     script = (
-        "import numpy as np; from contaccum.runtime.processes import peak_resident; before = peak_resident();"
+        "import numpy as np; from contaccum.runtime.processes import peak_resident; before = "
+        "peak_resident();"
         "block = np.ones(2**28, dtype=np.uint8); print(before, peak_resident())"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     before, after = map(int, done.stdout.split())
     assert before < block.nbytes
     assert after - before > 0.9 * 2**28
@@ -401,9 +467,14 @@ def test_memory_budget_caps_the_gpu_and_is_lifted_at_the_end(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
     monkeypatch.setattr(
-        torch._C, "_cuda_setMemoryFraction", lambda share, device: caps.append((share, device)), raising=False
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9)
+    )
+    monkeypatch.setattr(
+        torch._C,
+        "_cuda_setMemoryFraction",
+        lambda share, device: caps.append((share, device)),
+        raising=False,
     )
     engine = Engine(device="auto")
     assert engine.device == torch.device("cuda", 0)
@@ -417,7 +488,11 @@ def test_memory_budget_caps_the_gpu_and_is_lifted_at_the_end(monkeypatch):
 
 def test_memory_budget_warns_on_cpu(data, tmp_path):
     with pytest.warns(UserWarning, match="run.memory_budget has no effect on cpu"):
-        train(train_config(data, tmp_path / "run", **{"run.memory_budget": "11GB", "optim.max_steps": 1}))
+        train(
+            train_config(
+                data, tmp_path / "run", **{"run.memory_budget": "11GB", "optim.max_steps": 1}
+            )
+        )
 
 
 def test_files_of_wandb_are_in_the_folder_of_the_run(data, tmp_path, monkeypatch):
@@ -456,8 +531,12 @@ def test_only_a_gpu_needs_pinned_batches(data, tmp_path, monkeypatch):
     config = train_config(data, tmp_path / "run")
     train(config)
     assert not pinned
-    training = SimpleNamespace(batches=FixedBatches(), engine=SimpleNamespace(device=torch.device("cuda")))
-    with closing(prefetch(Training.prepare_step(training, step, 4) for step in range(2))) as prepared:
+    training = SimpleNamespace(
+        batches=FixedBatches(), engine=SimpleNamespace(device=torch.device("cuda"))
+    )
+    with closing(
+        prefetch(Training.prepare_step(training, step, 4) for step in range(2))
+    ) as prepared:
         assert [len(batches) for batches in prepared] == [3, 3]
     assert len(pinned) == 6
     assert all(name.startswith("prefetch") for name in pinned)

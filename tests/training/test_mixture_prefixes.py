@@ -30,13 +30,22 @@ from contaccum.config.groups import MixtureConfig
 def test_model_has_the_prefix_of_its_mixture(of_sets, of_model, saved, warned, side, tmp_path):
     data, name = write_beir(tmp_path / "data"), f"{side}_prefix"
     mixture = [MixtureConfig(train=str(data), **{name: prefix}) for prefix in of_sets]
-    changes = {"data.train": "", "data.mixture": mixture, "optim.max_steps": 1, f"model.{name}": of_model}
+    changes = {
+        "data.train": "",
+        "data.mixture": mixture,
+        "optim.max_steps": 1,
+        f"model.{name}": of_model,
+    }
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(train_config(data, tmp_path / "run", **changes))
     assert json.loads((tmp_path / "run" / "model" / "contaccum.json").read_text())[name] == saved
     assert getattr(DualEncoder.load(tmp_path / "run").settings, name) == saved
-    said = [str(each.message) for each in caught if "data.mixture: training uses these values of" in str(each.message)]
+    said = [
+        str(each.message)
+        for each in caught
+        if "data.mixture: training uses these values of" in str(each.message)
+    ]
     assert len(said) == (warned is not None), said
     if warned:
         assert f"{name}: {warned}, but the model is saved with {saved!r}" in said[0]
@@ -57,7 +66,11 @@ def test_resumed_run_keeps_the_prefix(tmp_path):
     config.resume = True
     train(config)
     files = [
-        {path.relative_to(root): path.read_bytes() for path in (root / "model").rglob("*") if path.is_file()}
+        {
+            path.relative_to(root): path.read_bytes()
+            for path in (root / "model").rglob("*")
+            if path.is_file()
+        }
         for root in (tmp_path / "whole", tmp_path / "run")
     ]
     assert files[0] == files[1]

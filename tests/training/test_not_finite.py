@@ -21,7 +21,9 @@ def data(tmp_path):
     return write_beir(tmp_path / "data")
 
 
-def spoil_embedding(patch, step: int, value: float = math.nan, side: int = 0, place: tuple[int, ...] = (0, 0)) -> None:
+def spoil_embedding(
+    patch, step: int, value: float = math.nan, side: int = 0, place: tuple[int, ...] = (0, 0)
+) -> None:
     """Set one number of the embeddings of the second (or only) micro-batch of ``step`` to ``value``."""
     plain, calls = DualEncoder.forward, {"step": -1, "seen": 0}
 
@@ -56,7 +58,9 @@ def spoil_loss(patch, step: int) -> None:
 
     def call(self, *parts):
         value = plain(self, *parts)
-        return replace(value, contrast=value.contrast * math.inf) if running["step"] == step else value
+        return (
+            replace(value, contrast=value.contrast * math.inf) if running["step"] == step else value
+        )
 
     patch.setattr(InfoNCE, "__call__", call)
     patch.setattr(Training, "take_step", take_step)
@@ -76,8 +80,10 @@ def spoil_gradient(patch, step: int) -> None:
 
 SPOILERS = {"embedding": spoil_embedding, "loss": spoil_loss, "gradient": spoil_gradient}
 SENTENCES = {
-    "embedding": r"step 4 \(queries q\d+, q\d+, q\d+, q\d+.*\): an embedding contains NaN or infinity",
-    "loss": r"step 4, micro-batch 1 of 4 \(queries q\d+, .*\): the loss is inf, not a finite number",
+    "embedding": r"step 4 \(queries q\d+, q\d+, q\d+, q\d+.*\): an embedding contains NaN or "
+    r"infinity",
+    "loss": r"step 4, micro-batch 1 of 4 \(queries q\d+, .*\): the loss is inf, not a finite "
+    r"number",
     "gradient": r"step 4 \(queries q\d+, .*, …\): the gradient norm is nan, not a finite number",
 }
 
@@ -91,7 +97,9 @@ SENTENCES = {
         ("gradient", "cont_cache"),
     ],
 )
-def test_nan_stops_the_run_and_names_examples_and_checkpoint(kind, method, data, tmp_path, monkeypatch):
+def test_nan_stops_the_run_and_names_examples_and_checkpoint(
+    kind, method, data, tmp_path, monkeypatch
+):
     """Step 3 is saved although it is not due; resumed without the fault, the run equals the uninterrupted one."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     train(train_config(data, whole, method))
@@ -100,7 +108,10 @@ def test_nan_stops_the_run_and_names_examples_and_checkpoint(kind, method, data,
         with pytest.raises(InputError, match=SENTENCES[kind]) as error:
             train(train_config(data, run, method))
     said = str(error.value)
-    assert f"the last good state is {run / 'checkpoints' / 'step-00000003'}. Continue with --resume" in said
+    assert (
+        f"the last good state is {run / 'checkpoints' / 'step-00000003'}. Continue with --resume"
+        in said
+    )
     assert newest_checkpoint(run).state["step"] == 3
     assert not (run / "model").exists()
     train(train_config(data, run, method, resume=True))
@@ -117,8 +128,12 @@ def test_nan_stops_the_run_and_names_examples_and_checkpoint(kind, method, data,
 )
 def test_nan_in_any_embedding_is_detected(value, side, place, data, tmp_path, monkeypatch):
     spoil_embedding(monkeypatch, 2, value, side, place)
-    with pytest.raises(InputError, match=r"step 2 \(queries .*\): an embedding contains NaN or infinity"):
-        train(train_config(data, tmp_path / "run", **{"data.hard_negatives": 1, "run.save_steps": 0}))
+    with pytest.raises(
+        InputError, match=r"step 2 \(queries .*\): an embedding contains NaN or infinity"
+    ):
+        train(
+            train_config(data, tmp_path / "run", **{"data.hard_negatives": 1, "run.save_steps": 0})
+        )
     assert newest_checkpoint(tmp_path / "run").state["step"] == 1
 
 

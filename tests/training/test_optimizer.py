@@ -20,7 +20,9 @@ STEPS = 5
 def trained(start, **settings) -> list[torch.Tensor]:
     """Return the weights after some optimizer steps."""
     encoder = copy.deepcopy(start).train()
-    optimizer = make_optimizer(encoder, OptimConfig(**{"learning_rate": 1e-3, "weight_decay": 0.1, **settings}))
+    optimizer = make_optimizer(
+        encoder, OptimConfig(**{"learning_rate": 1e-3, "weight_decay": 0.1, **settings})
+    )
     for batch in micro_batches(STEPS, 4):
         queries, passages = encoder(batch)
         (queries * passages[:, 0]).sum().backward()
@@ -29,7 +31,9 @@ def trained(start, **settings) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in trained_parameters(encoder).values()]
 
 
-def by_hand(start, beta: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.1) -> list[torch.Tensor]:
+def by_hand(
+    start, beta: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.1
+) -> list[torch.Tensor]:
     """Compute AdamW by hand: Loshchilov and Hutter 2019 (arXiv 1711.05101), algorithm 2."""
     encoder = copy.deepcopy(start).train()
     parameters = list(trained_parameters(encoder).values())
@@ -37,7 +41,9 @@ def by_hand(start, beta: float = 0.999, eps: float = 1e-8, weight_decay: float =
     for t, batch in enumerate(micro_batches(STEPS, 4), start=1):
         queries, passages = encoder(batch)
         gradients = torch.autograd.grad((queries * passages[:, 0]).sum(), parameters)
-        for parameter, gradient, (first, second) in zip(parameters, gradients, moments, strict=True):
+        for parameter, gradient, (first, second) in zip(
+            parameters, gradients, moments, strict=True
+        ):
             first.copy_(0.9 * first + 0.1 * gradient)
             second.copy_(beta * second + (1 - beta) * gradient**2)
             step = first / (1 - 0.9**t) / ((second / (1 - beta**t)).sqrt() + eps)
@@ -87,7 +93,9 @@ def test_8bit_adamw_is_close_to_32bit():
 
 def eight_bit(data, run, **changes):
     # wide enough for weights of more than 4096 numbers, below which moments stay in 32 bits
-    return train_config(data, run, **{"optim.name": "adamw_8bit", "model.tiny_width": 64, **changes})
+    return train_config(
+        data, run, **{"optim.name": "adamw_8bit", "model.tiny_width": 64, **changes}
+    )
 
 
 def test_8bit_run_resumes_byte_identical(tmp_path):
@@ -101,7 +109,9 @@ def test_8bit_run_resumes_byte_identical(tmp_path):
         shutil.rmtree(broken / "checkpoints" / f"step-{step:08d}")
     train(eight_bit(data, broken, resume=True))
     assert weights(broken) == weights(whole)
-    assert (newest_checkpoint(broken).folder / "optimizer.safetensors").read_bytes() == state.read_bytes()
+    assert (
+        newest_checkpoint(broken).folder / "optimizer.safetensors"
+    ).read_bytes() == state.read_bytes()
     train(train_config(data, tmp_path / "plain", **{"model.tiny_width": 64}))
     assert weights(tmp_path / "plain") != weights(whole)
     plain = newest_checkpoint(tmp_path / "plain").folder / "optimizer.safetensors"
@@ -112,11 +122,17 @@ def test_resume_with_another_optimizer_is_refused(tmp_path):
     data, run = write_beir(tmp_path / "data"), tmp_path / "run"
     train(train_config(data, run, **{"optim.max_steps": 2}))
     with pytest.raises(InputError, match=r"optim\.name was adamw and is adamw_8bit"):
-        train(train_config(data, run, resume=True, **{"optim.max_steps": 2, "optim.name": "adamw_8bit"}))
+        train(
+            train_config(
+                data, run, resume=True, **{"optim.max_steps": 2, "optim.name": "adamw_8bit"}
+            )
+        )
 
 
 def test_8bit_adamw_without_bitsandbytes_is_refused(monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name)
+    )
     with pytest.raises(InputError, match=r"pip install 'contaccum\[bitsandbytes\]'"):
         make_optimizer(tiny_encoder(), OptimConfig(name="adamw_8bit"))

@@ -1,6 +1,7 @@
 """Out-of-memory recovery: the failed step is undone and retried with smaller micro-batches.
 
-``full`` raises a real out-of-memory error: it asks the allocator for 2^60 bytes. One test limits the address space instead.
+``full`` raises a real out-of-memory error: it asks the allocator for 2^60 bytes. One test limits
+the address space instead.
 """
 
 import os
@@ -51,7 +52,13 @@ def spoil(monkeypatch, place: str, call: int, above: int = 2) -> None:
 
     def spoiled(self, *given, **named):
         number = next(calls)
-        size = len(given[0].query_ids) if place == "forward" else len(given[0]) if place == "loss" else above + 1
+        size = (
+            len(given[0].query_ids)
+            if place == "forward"
+            else len(given[0])
+            if place == "loss"
+            else above + 1
+        )
         if size > above and number == call:
             full()
         return original(self, *given, **named)
@@ -82,30 +89,55 @@ def test_out_of_memory_errors_are_recognized():
 
 
 NCCL = (
-    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
-    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc async 608 bytes: out of memory"
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with NCCL_DEBUG=INFO for "
+    "details), NCCL version 2.27.5\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc "
+    "async 608 bytes: out of memory"
 )
 
 
 def cuda_error(text: str, code: int) -> Exception:
     """The error of a CUDA call, which is a RuntimeError without a code before torch 2.8."""
-    return torch.AcceleratorError(text, code) if hasattr(torch, "AcceleratorError") else RuntimeError(text)
+    return (
+        torch.AcceleratorError(text, code)
+        if hasattr(torch, "AcceleratorError")
+        else RuntimeError(text)
+    )
 
 
 @pytest.mark.parametrize(
     ("error", "found"),
     [
-        (cuda_error("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", 2), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (
+            cuda_error(
+                "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", 2
+            ),
+            True,
+        ),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
-        (RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"), True),
+        (
+            RuntimeError(
+                "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling "
+                "`cusolverDnCreate(handle)`"
+            ),
+            True,
+        ),
         (RuntimeError("could not create a primitive"), True),  # oneDNN on a CPU
         (RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB"), True),
         (RuntimeError("MPS backend out of memory (MPS allocated: 5.00 GB)"), True),
         (cuda_error("CUDA error: device-side assert triggered", 710), False),
         (cuda_error("CUDA error: an illegal memory access was encountered", 700), False),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"), False),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
+            False,
+        ),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("out of memory"), False),
         (DistBackendError(NCCL), True),
@@ -117,7 +149,10 @@ def test_allocation_failures_of_cuda_libraries_are_recognized(error, found):
 
 
 def test_advice_for_several_processes_says_that_the_step_cannot_be_retried():
-    for error in (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), DistBackendError(NCCL)):
+    for error in (
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        DistBackendError(NCCL),
+    ):
         assert "the step cannot be retried" in advice(error, 2)
     assert "the step cannot be retried" not in advice(MemoryError(), 1)
     assert advice(ValueError("another error"), 2) == ""
@@ -139,10 +174,14 @@ def switched(data, run, method, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_step_is_undone_and_retried_with_half_the_micro_batch_size(method, data, tmp_path, monkeypatch, capsys):
+def test_step_is_undone_and_retried_with_half_the_micro_batch_size(
+    method, data, tmp_path, monkeypatch, capsys
+):
     """The second micro-batch fails; gradients and bank rows of the first are removed."""
     expected = switched(data, tmp_path / "expected", method, monkeypatch)
-    passes = {"grad_cache": 7, "cont_cache": 7}.get(method, 4)  # forward passes of a step of 4 micro-batches
+    passes = {"grad_cache": 7, "cont_cache": 7}.get(
+        method, 4
+    )  # forward passes of a step of 4 micro-batches
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
         spoil(patch, "forward", 2 * passes + 2)
@@ -152,8 +191,8 @@ def test_step_is_undone_and_retried_with_half_the_micro_batch_size(method, data,
     assert losses(run) == losses(expected)
     assert weights(run) == weights(expected)
     assert (
-        "step 3: out of memory with micro-batches of 4 pairs; retrying the step with micro-batches of 2 pairs"
-        in capsys.readouterr().err
+        "step 3: out of memory with micro-batches of 4 pairs; retrying the step with micro-batches "
+        "of 2 pairs" in capsys.readouterr().err
     )
     plain = tmp_path / "plain"
     train(train_config(data, plain, method, **CHANGES))
@@ -207,13 +246,23 @@ def test_token_budget_is_halved(data, tmp_path, monkeypatch):
         assert one["micro_batches"] > other["micro_batches"]
 
 
-BY_TOKENS = {"batch.micro_batch_tokens": 400, "batch.micro_batch_size": 8, "model.max_passage_length": 48}
+BY_TOKENS = {
+    "batch.micro_batch_tokens": 400,
+    "batch.micro_batch_size": 8,
+    "model.max_passage_length": 48,
+}
 
 
 @pytest.mark.parametrize("cut", [{}, BY_TOKENS])
 def test_drift_uses_the_micro_batch_size_of_each_step(cut, data, tmp_path, monkeypatch):
     """Before and after a change of size, the cosine is 1 if the weights do not change."""
-    changes = {**CHANGES, **cut, "model.dropout": 0.3, "optim.learning_rate": 0.0, "run.drift_steps": 1}
+    changes = {
+        **CHANGES,
+        **cut,
+        "model.dropout": 0.3,
+        "optim.learning_rate": 0.0,
+        "run.drift_steps": 1,
+    }
     spoil(monkeypatch, "backward", 7)
     train(train_config(data, tmp_path / "run", "cont_accum", **changes))
     counts = [line["micro_batches"] for line in read_log(tmp_path / "run")]
@@ -226,12 +275,16 @@ def test_drift_uses_the_micro_batch_size_of_each_step(cut, data, tmp_path, monke
 @pytest.mark.parametrize(
     ("method", "changes", "sentence"),
     [
-        ("cont_accum", {"batch.micro_batch_size": 1}, "micro-batches of 1 pairs; smaller micro-batches are impossible"),
-        ("cont_accum", {"batch.on_out_of_memory": "stop"}, "step 1: .* of 4 pairs; .* is stop; the run has no checkpoint"),
+        ("cont_accum", {"batch.micro_batch_size": 1}, "micro-batches of 1 pairs; smaller "
+                                                      "micro-batches are impossible"),
+        ("cont_accum", {"batch.on_out_of_memory": "stop"}, "step 1: .* of 4 pairs; .* is stop; the "
+                                                           "run has no checkpoint"),
         ("in_batch", {}, "in_batch cannot split its step into micro-batches; .* Use grad_cache"),
     ],
 )  # fmt: skip
-def test_unrecoverable_out_of_memory_is_one_sentence(method, changes, sentence, data, tmp_path, monkeypatch):
+def test_unrecoverable_out_of_memory_is_one_sentence(
+    method, changes, sentence, data, tmp_path, monkeypatch
+):
     spoil(monkeypatch, "forward", 1, above=0)
     with pytest.raises(InputError, match=sentence) as error:
         train(train_config(data, tmp_path / "run", method, **{**CHANGES, **changes}))
@@ -263,7 +316,8 @@ def test_out_of_memory_outside_the_passes_is_one_sentence(data, tmp_path, monkey
     """AdamW allocates its moments in the first update, where smaller micro-batches do not help."""
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_: full())
     with pytest.raises(
-        InputError, match=r"out of memory outside the forward and backward passes .*optim\.name adamw_8bit"
+        InputError,
+        match=r"out of memory outside the forward and backward passes .*optim\.name adamw_8bit",
     ):
         train(train_config(data, tmp_path / "run", **CHANGES))
 
@@ -278,11 +332,26 @@ def test_run_fits_into_a_limited_address_space(data, tmp_path):
     config = train_config(data, tmp_path / "run", "grad_cache", **changes)
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config))
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "CONTACCUM_CACHE": str(tmp_path / "cache")}
-    call = [sys.executable, str(HERE / "processes.py"), "limited", "120", "train", "--config", str(file)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(HERE.parent),
+        "CONTACCUM_CACHE": str(tmp_path / "cache"),
+    }
+    call = [
+        sys.executable,
+        str(HERE / "processes.py"),
+        "limited",
+        "120",
+        "train",
+        "--config",
+        str(file),
+    ]
     done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "step 1: out of memory with micro-batches of 64 pairs; retrying the step with" in done.stderr
+    assert (
+        "step 1: out of memory with micro-batches of 64 pairs; retrying the step with"
+        in done.stderr
+    )
     assert "(gradients do not change)" in done.stderr
     free = tmp_path / "free"
     config.output_dir = str(free)

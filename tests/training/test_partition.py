@@ -39,7 +39,10 @@ from contaccum.training.log import read_log
 from contaccum.training.loop import train
 from contaccum.training.run_folder import newest_checkpoint
 
-SAME, DIFFERENT = 5e-5, 1e-3  # of the step's largest gradient; the first is rounding, through four layers
+SAME, DIFFERENT = (
+    5e-5,
+    1e-3,
+)  # of the step's largest gradient; the first is rounding, through four layers
 TOKENS = 250
 BY_TOKENS = {"batch.micro_batch_tokens": TOKENS, "batch.micro_batch_size": 8}  # 8: not set
 LENGTHS = {"data.hard_negatives": 1, "model.max_passage_length": 48, "model.tiny_layers": 4}
@@ -84,7 +87,9 @@ def sizes(batches) -> list[int]:
 def test_partition_does_not_change_two_pass_gradients(method, no_grad_group_size, data):
     """A first pass that joins several micro-batches does not change them either."""
     plain, plain_loss, by_pairs, _ = run_steps(method, data)
-    cut, loss, by_tokens, _ = run_steps(method, data, no_grad_group_size=no_grad_group_size, **BY_TOKENS)
+    cut, loss, by_tokens, _ = run_steps(
+        method, data, no_grad_group_size=no_grad_group_size, **BY_TOKENS
+    )
     assert all(sizes(batches) == [4, 4, 4, 4] for batches in by_pairs)
     assert all(len(set(sizes(batches))) > 1 for batches in by_tokens)
     assert largest_difference(cut, plain) < SAME
@@ -116,13 +121,17 @@ def test_partitioned_step_contains_the_same_pairs_within_the_budget(data):
     _, _, by_pairs, _ = run_steps("grad_accum", data)
     _, _, by_tokens, _ = run_steps("grad_accum", data, **BY_TOKENS)
     for plain, cut in zip(by_pairs, by_tokens, strict=True):
-        names, others = ([name for batch in batches for name in batch.query_ids] for batches in (plain, cut))
+        names, others = (
+            [name for batch in batches for name in batch.query_ids] for batches in (plain, cut)
+        )
         assert sorted(names) == sorted(others)
         assert names != others
         assert max(map(padded_tokens, cut)) <= TOKENS
         assert sum(map(padded_tokens, cut)) < sum(map(padded_tokens, plain))
         of_pair = {
-            name: ids for batch in plain for name, ids in zip(batch.query_ids, batch.ids.columns.tolist(), strict=True)
+            name: ids
+            for batch in plain
+            for name, ids in zip(batch.query_ids, batch.ids.columns.tolist(), strict=True)
         }
         for batch in cut:
             assert batch.ids.columns.tolist() == [of_pair[name] for name in batch.query_ids]
@@ -144,11 +153,17 @@ def slow_steps(encoder, taken, weight):
     found, losses = [], []
     for batches in taken:
         optimizer.zero_grad()
-        counted = [len(batch.query_ids) + (len(bank.rows) if weight == "all" else 0) for batch in batches]
+        counted = [
+            len(batch.query_ids) + (len(bank.rows) if weight == "all" else 0) for batch in batches
+        ]
         total = 0.0
         for batch, rows in zip(batches, counted, strict=True):
             queries, passages = encoder(batch)
-            value = slow_loss(queries, passages, batch.ids, bank, 0.05, mask=True, weight=weight) * rows / sum(counted)
+            value = (
+                slow_loss(queries, passages, batch.ids, bank, 0.05, mask=True, weight=weight)
+                * rows
+                / sum(counted)
+            )
             value.backward()
             bank.push(queries, passages, batch.ids)
             total += value.item()
@@ -182,22 +197,36 @@ def test_micro_batches_of_equal_size_have_weight_one(count, stored, data):
 def test_two_processes_by_tokens_equal_one_process(data, tmp_path):
     """With micro-batches of several sizes, joined first passes, three Matryoshka widths and distillation."""
     scored = str(write_scored_lines(data))
-    jobs = {f"of {w}": Job([scored, str(tmp_path / f"of{w}")], w, worker="partition_worker") for w in (1, 2)}
+    jobs = {
+        f"of {w}": Job([scored, str(tmp_path / f"of{w}")], w, worker="partition_worker")
+        for w in (1, 2)
+    }
     for outcome in run_jobs(jobs, tmp_path / "jobs").values():
         outcome.check()
     one, *others = (
-        load_file(tmp_path / name) for name in ("of1.0.safetensors", "of2.0.safetensors", "of2.1.safetensors")
+        load_file(tmp_path / name)
+        for name in ("of1.0.safetensors", "of2.0.safetensors", "of2.1.safetensors")
     )
     for method in (name for name, spec in METHOD_SPECS.items() if not spec.whole):
         for number in range(2):
             prefix = f"{method}/{number}/"
             assert len(one[f"{prefix}sizes"].unique()) > 1
-            steps = [{name: found[name] for name in one if name.startswith(prefix)} for found in (one, *others)]
+            steps = [
+                {name: found[name] for name in one if name.startswith(prefix)}
+                for found in (one, *others)
+            ]
             for found in steps:
                 assert torch.equal(found.pop(f"{prefix}sizes"), one[f"{prefix}sizes"])
             for found in steps[1:]:
-                assert found.pop(f"{prefix}loss") == pytest.approx(float(one[f"{prefix}loss"]), rel=1e-5)
-                assert largest_difference([{k: v for k, v in steps[0].items() if "loss" not in k}], [found]) < SAME
+                assert found.pop(f"{prefix}loss") == pytest.approx(
+                    float(one[f"{prefix}loss"]), rel=1e-5
+                )
+                assert (
+                    largest_difference(
+                        [{k: v for k, v in steps[0].items() if "loss" not in k}], [found]
+                    )
+                    < SAME
+                )
 
 
 @pytest.mark.parametrize("method", ["cont_accum", "grad_cache"])
@@ -215,18 +244,26 @@ def test_run_by_tokens_resumes_byte_identical(method, data, tmp_path):
     assert newest_checkpoint(tmp_path / "broken").state["step"] == 2
     train(train_config(scored, tmp_path / "broken", method, resume=True, **changes))
     assert weights(tmp_path / "broken") == weights(model.parent)
-    banks = [newest_checkpoint(tmp_path / name).folder / "bank.safetensors" for name in ("whole", "broken")]
+    banks = [
+        newest_checkpoint(tmp_path / name).folder / "bank.safetensors"
+        for name in ("whole", "broken")
+    ]
     assert banks[0].read_bytes() == banks[1].read_bytes()
-    assert (method == "cont_accum") == any(name.startswith("20/sums") for name in load_file(banks[0]))
+    assert (method == "cont_accum") == any(
+        name.startswith("20/sums") for name in load_file(banks[0])
+    )
 
 
 def test_token_budget_below_the_longest_pair_is_refused(data, tmp_path):
     changes = {**LENGTHS, **BY_TOKENS, "batch.micro_batch_tokens": 60}
     with pytest.raises(
-        InputError, match=r"batch.micro_batch_tokens is 60, but a query with its passages can have \d+ tokens"
+        InputError,
+        match=r"batch.micro_batch_tokens is 60, but a query with its passages can have \d+ tokens",
     ) as error:
         train(train_config(data, tmp_path / "run", **changes))
-    needed, query, times, passage = (int(n) for n in re.findall(r"\d+", str(error.value).split("can have")[1])[:4])
+    needed, query, times, passage = (
+        int(n) for n in re.findall(r"\d+", str(error.value).split("can have")[1])[:4]
+    )
     assert (times, needed) == (2, query + 2 * passage)
     assert not (tmp_path / "run" / "model").exists()
     changes["batch.micro_batch_tokens"] = needed
@@ -259,7 +296,9 @@ def test_joined_first_pass_needs_less_memory_than_second_pass(data):
     *_, encoder = run_steps("grad_cache", data, count=0, **{"model.tiny_width": 128})
     engine = Engine(device="cpu")
     engine.prepare(encoder.train(), torch.optim.SGD(encoder.parameters(), lr=0.1))
-    _, _, (batches,), _ = run_steps("grad_cache", data, count=1, sgd=0.0, **{"model.tiny_width": 128})
+    _, _, (batches,), _ = run_steps(
+        "grad_cache", data, count=1, sgd=0.0, **{"model.tiny_width": 128}
+    )
     batches = [*batches, *batches]  # eight
 
     def second_pass():
@@ -326,13 +365,19 @@ def test_joined_micro_batches_keep_the_padding_side(data):
         parts = [batch.passages for batch in batches[:2]]
         assert length == max(part.input_ids.shape[1] for part in parts)
         pads = [
-            (0, length - part.input_ids.shape[1]) if side == "right" else (length - part.input_ids.shape[1], 0)
+            (0, length - part.input_ids.shape[1])
+            if side == "right"
+            else (length - part.input_ids.shape[1], 0)
             for part in parts
         ]
         assert torch.equal(
-            joined.attention_mask, torch.cat([F.pad(p.attention_mask, pad) for p, pad in zip(parts, pads, strict=True)])
+            joined.attention_mask,
+            torch.cat([F.pad(p.attention_mask, pad) for p, pad in zip(parts, pads, strict=True)]),
         )
-        assert (joined.input_ids[joined.attention_mask == 0] == encoder.passage_tower.tokenizer.pad_token_id).all()
+        assert (
+            joined.input_ids[joined.attention_mask == 0]
+            == encoder.passage_tower.tokenizer.pad_token_id
+        ).all()
 
 
 def test_all_methods_that_partition_a_step_are_tested():

@@ -7,7 +7,15 @@ import sys
 
 import pytest
 import torch
-from helpers import gradients, make_bank, micro_batches, tiny_encoder, train_config, weights, write_beir
+from helpers import (
+    gradients,
+    make_bank,
+    micro_batches,
+    tiny_encoder,
+    train_config,
+    weights,
+    write_beir,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from contaccum.config import METHOD_SPECS
@@ -25,7 +33,9 @@ def two_steps(method, start, precision):
     engine = Engine(device="cpu", precision=precision)
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
     loss = InfoNCE(0.1)
-    bank = make_bank(16, encoder.dim, loss, push=12, hard_negatives=1, columns_only=method == "passage_bank")
+    bank = make_bank(
+        16, encoder.dim, loss, push=12, hard_negatives=1, columns_only=method == "passage_bank"
+    )
     for step in range(2):
         engine.step = step
         engine.update()
@@ -66,7 +76,9 @@ def test_launcher_precision_does_not_change_a_run(monkeypatch):
 
 
 def test_fp16_is_refused_on_cpu():
-    with pytest.raises(InputError, match=r"run\.precision is fp16, but the device is cpu; use fp32 or bf16"):
+    with pytest.raises(
+        InputError, match=r"run\.precision is fp16, but the device is cpu; use fp32 or bf16"
+    ):
         Engine(device="cpu", precision="fp16")
 
 
@@ -99,7 +111,9 @@ def test_unpadded_run_equals_padded_run_and_resumes_byte_identical(tmp_path):
         train(train_config(data, tmp_path / name, **{"model.unpad": unpad, "model.dropout": 0.0}))
     for one, other in zip(read_log(tmp_path / "padded"), read_log(tmp_path / "whole"), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
-    assert weights(tmp_path / "whole") != weights(tmp_path / "padded")  # sums are taken in another order
+    assert weights(tmp_path / "whole") != weights(
+        tmp_path / "padded"
+    )  # sums are taken in another order
     broken = tmp_path / "broken"
     shutil.copytree(tmp_path / "whole", broken)
     for step in (4, 6):
@@ -140,9 +154,12 @@ def test_help_and_config_errors_do_not_import_torch(arguments, code, tmp_path):
 def test_import_check_detects_torch(tmp_path):
     """Negative control: evaluation imports torch."""
     script = (
-        f"import sys; import contaccum.evaluation.evaluate; print([name for name in {HEAVY} if name in sys.modules])"
+        f"import sys; import contaccum.evaluation.evaluate; print([name for name in {HEAVY} "
+        "if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert "torch" in done.stdout
 
 
@@ -196,9 +213,13 @@ def test_weight_decay_spares_parameters_without_gradient():
     before = copy.deepcopy(dict(encoder.named_parameters()))
     loss = InfoNCE(0.1)
     for step in range(2):
-        METHODS["grad_accum"](engine, micro_batches(2, 4, seed=step), make_bank(0, encoder.dim, loss, push=1), loss)
+        METHODS["grad_accum"](
+            engine, micro_batches(2, 4, seed=step), make_bank(0, encoder.dim, loss, push=1), loss
+        )
         engine.update()
     engine.close()
     assert torch.equal(encoder.unused, torch.ones(3))
-    changed = [name for name, value in encoder.named_parameters() if not torch.equal(value, before[name])]
+    changed = [
+        name for name, value in encoder.named_parameters() if not torch.equal(value, before[name])
+    ]
     assert len(changed) > len(before) / 2  # negative control: other parameters learn and decay

@@ -32,7 +32,8 @@ RUN = {
     "run.save_steps": 3,
     "run.bank_check_steps": 2,
 }
-"""41 queries in steps of 16: epochs end inside steps, and the last step goes beyond the last epoch's end."""
+"""41 queries in steps of 16: epochs end inside steps, and the last step goes beyond the last
+epoch's end."""
 
 
 class Runs:
@@ -43,11 +44,18 @@ class Runs:
         self.data = write_beir(folder / "data", queries=41)
         self.jobs: dict[str, Job] = {}
 
-    def add(self, name: str, processes: int, *more: str, run: str = "", data: Path | None = None, **rest) -> None:
+    def add(
+        self, name: str, processes: int, *more: str, run: str = "", data: Path | None = None, **rest
+    ) -> None:
         """Add a job; names with a dot are settings, the others are arguments of Job. run: name of the run's folder."""
         data = data or self.data
         settings = {key: rest.pop(key) for key in list(rest) if "." in key or key == "method"}
-        changes = {"data.dev": str(data), "batch.micro_batch_size": 4 // processes, **RUN, **settings}
+        changes = {
+            "data.dev": str(data),
+            "batch.micro_batch_size": 4 // processes,
+            **RUN,
+            **settings,
+        }
         file = self.folder / f"{name}.yaml"
         file.write_text(to_yaml(train_config(data, self[run or name], **changes)))
         self.jobs[name] = Job(["train", "--config", str(file), *more], processes, **rest)
@@ -77,7 +85,12 @@ def runs(tmp_path_factory):
     runs.add("full", 2, fault="has_a_full_disk")
     runs.add("memory", 2, fault="runs_out_of_memory")
     runs.add("stuck", 2, fault="is_stuck", grace=0, **{"run.timeout_minutes": 0.2})
-    runs.add("flipped", 2, fault="flips_a_bit_of_its_bank", **{"run.save_steps": 0, "run.bank_check_steps": 1})
+    runs.add(
+        "flipped",
+        2,
+        fault="flips_a_bit_of_its_bank",
+        **{"run.save_steps": 0, "run.bank_check_steps": 1},
+    )
     runs.add("unchecked", 2, fault="flips_a_bit_of_its_bank", **{"run.bank_check_steps": 0})
     runs.add("refused", 1, "--resume", run="stuck", **{"batch.micro_batch_size": 2})
     runs.add("blind", 2, "--resume", run="stuck", fault="sees_no_checkpoint")
@@ -97,7 +110,10 @@ def steps(runs):
     """Tensors saved by each process of the workers with one, two and four processes."""
     for world in WORLDS:
         runs.outcomes[f"steps of {world}"].check()
-    return {world: [load_file(runs[f"steps{world}.{rank}.safetensors"]) for rank in range(world)] for world in WORLDS}
+    return {
+        world: [load_file(runs[f"steps{world}.{rank}.safetensors"]) for rank in range(world)]
+        for world in WORLDS
+    }
 
 
 def difference(one: dict, other: dict, method: str, step: int) -> float:
@@ -116,7 +132,9 @@ def test_gradients_of_several_processes_equal_one(method, world, steps):
         name = f"{method}/{step}"
         for found in steps[world]:
             assert difference(one, found, method, step) < 1e-5
-            torch.testing.assert_close(found[f"{name}/loss"], one[f"{name}/loss"], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                found[f"{name}/loss"], one[f"{name}/loss"], rtol=1e-6, atol=1e-6
+            )
             assert found[f"{name}/masked"] == one[f"{name}/masked"]
     assert one[f"{method}/0/masked"] > 0
 
@@ -151,7 +169,9 @@ def test_search_handles_uneven_passage_counts(world, steps):
             )
 
 
-@pytest.mark.parametrize(("whole", "name"), [("of 1", "of 2"), ("of 1", "of 4"), ("of 1", "machines")])
+@pytest.mark.parametrize(
+    ("whole", "name"), [("of 1", "of 2"), ("of 1", "of 4"), ("of 1", "machines")]
+)
 def test_metrics_of_several_processes_equal_one(whole, name, runs):
     one, several = runs.lines(whole), runs.lines(name)
     assert len(one) == len(several) == 6
@@ -166,7 +186,9 @@ def test_metrics_of_several_processes_equal_one(whole, name, runs):
 @pytest.mark.parametrize("world", WORLDS)
 def test_sums_in_several_messages_equal_sums_of_gathered_tensors(world, steps):
     for found in steps[world]:
-        sums, right, own = ([found[f"{name}/{number}"] for number in range(8)] for name in ("sum", "right", "own"))
+        sums, right, own = (
+            [found[f"{name}/{number}"] for number in range(8)] for name in ("sum", "right", "own")
+        )
         assert all(map(torch.equal, sums, right))
         assert all(map(torch.equal, sums, own)) == (world == 1)
 
@@ -221,7 +243,9 @@ def test_only_the_main_process_prints_the_model(name, runs):
 def test_each_machine_fills_its_cache_once(runs):
     """The other processes of a machine reuse the cache entries of the first."""
     caches = [runs["jobs"] / f"cache-{place}" for place in ("1-0", "2-0", "2-1")]
-    entries = [sorted(str(path.relative_to(cache)) for path in cache.glob("[!l]*/*")) for cache in caches]
+    entries = [
+        sorted(str(path.relative_to(cache)) for path in cache.glob("[!l]*/*")) for cache in caches
+    ]
     assert len(entries[1]) == 3  # the corpus, query tokens and passage tokens, without locks
     assert entries[1] == entries[2]
     assert set(entries[1]) <= set(entries[0])
@@ -236,13 +260,17 @@ def test_killed_run_resumes_byte_identical(runs):
     assert weights(runs["killed"]) == weights(runs["of 2"])
 
 
-@pytest.mark.parametrize(("name", "whole"), [("raises", "of 2"), ("full", "of 2"), ("killed alone", "of 1")])
+@pytest.mark.parametrize(
+    ("name", "whole"), [("raises", "of 2"), ("full", "of 2"), ("killed alone", "of 1")]
+)
 def test_run_resumes_with_another_number_of_processes(name, whole, runs):
     """The run equals the uninterrupted one up to rounding."""
     for left, right in zip(runs.lines(whole), runs.lines(name), strict=True):
         assert right["loss"] == pytest.approx(left["loss"], rel=1e-4)
         assert right["bank_fill"] == left["bank_fill"]
-    tensors = [load_file(runs[run] / "model/query_encoder/model.safetensors") for run in (name, whole)]
+    tensors = [
+        load_file(runs[run] / "model/query_encoder/model.safetensors") for run in (name, whole)
+    ]
     for key in tensors[0]:
         torch.testing.assert_close(tensors[0][key], tensors[1][key], atol=1e-4, rtol=0)
     metrics = [read_json(runs[run] / "dev_metrics.json")["mean"] for run in (name, whole)]
@@ -259,7 +287,10 @@ def test_other_rows_per_loss_give_another_result(runs):
 def test_another_number_of_processes_needs_allow_changes(runs):
     outcome = runs.outcomes["refused"]
     assert outcome.codes == [2]
-    assert "world was 2 and is 1. Undo these changes, or allow them with --allow_changes true." in outcome.err[0]
+    assert (
+        "world was 2 and is 1. Undo these changes, or allow them with --allow_changes true."
+        in outcome.err[0]
+    )
 
 
 def test_bank_loaded_with_another_push_size_has_the_same_sums():
@@ -289,7 +320,12 @@ def test_bank_that_differs_between_processes_stops_the_run(runs):
     outcome = runs.outcomes["flipped"]
     assert outcome.codes == [1, 1]
     said = "".join(outcome.err)  # once, although every process stops with this error
-    assert said.count("step 4: the bank is not the same in all processes (different from rank 0: rank 1)") == 1
+    assert (
+        said.count(
+            "step 4: the bank is not the same in all processes (different from rank 0: rank 1)"
+        )
+        == 1
+    )
     assert "the run has no checkpoint yet" in said
 
 
@@ -297,7 +333,10 @@ def test_machines_without_shared_output_folder_are_refused(runs):
     outcome = runs.outcomes["blind"]
     assert outcome.codes == [2, 2]
     said = "".join(outcome.err)
-    assert said.count("checkpoint is not the same in all processes (different from rank 0: rank 1)") == 1
+    assert (
+        said.count("checkpoint is not the same in all processes (different from rank 0: rank 1)")
+        == 1
+    )
 
 
 def test_same_error_in_all_processes_is_printed_once(runs):
@@ -350,9 +389,19 @@ def test_torchrun_reports_the_traceback_of_the_first_failure(tmp_path):
     runs.add("run", 2)
     script = tmp_path / "spoiled.py"
     script.write_text(SPOILED.format(tests=str(HERE)))
-    call = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), *runs.jobs["run"].call]
+    call = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(script),
+        *runs.jobs["run"].call,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-    done = subprocess.run([python(), *call], env=environment, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(
+        [python(), *call], env=environment, capture_output=True, text=True, check=False, timeout=200
+    )
     assert done.returncode == 1
     report = done.stderr[done.stderr.index("Root Cause") :]
     assert "rank      : 1" in report
@@ -388,7 +437,15 @@ def test_cpu_processes_use_gloo_by_default(tmp_path):
         "found = f'{engine.rank} of {engine.world} {engine.is_main}'\n"
         "pathlib.Path(__file__).with_name(os.environ['RANK']).write_text(found)\nengine.close()\n"
     )
-    call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    call = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(script),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -77,7 +77,11 @@ def test_random_settings_resume_byte_identical(seed, tmp_path):
     train(replace(config, output_dir=str(tmp_path / "resumed"), resume=True))
     assert weights(tmp_path / "resumed") == weights(tmp_path / "whole")
     logs = [
-        [(line["step"], line["loss"], line.get("drift")) for line in read_log(tmp_path / name) if "loss" in line]
+        [
+            (line["step"], line["loss"], line.get("drift"))
+            for line in read_log(tmp_path / name)
+            if "loss" in line
+        ]
         for name in ("whole", "resumed")
     ]
     assert logs[0] == logs[1]

@@ -47,7 +47,9 @@ def test_another_number_of_threads_is_named(data, tmp_path):
     file.write_text("")  # damaged: written again, without a warning, which would be an error
     train(train_config(data, run, resume=True, **changes))
     file.write_text(json.dumps({**json.loads(file.read_text()), "threads": 99}))
-    train(train_config(data, run, resume=True, **changes))  # finished: no step has another number of threads
+    train(
+        train_config(data, run, resume=True, **changes)
+    )  # finished: no step has another number of threads
     assert json.loads(file.read_text())["threads"] == 99
     shutil.rmtree(run / "checkpoints" / "step-00000002")
     shutil.rmtree(run / "model")
@@ -86,7 +88,9 @@ def test_deleted_model_of_the_best_score_is_written_again(best, data, tmp_path):
 def steps_of(run: Path) -> list[tuple]:
     """Return the log's values of each step, without times."""
     return [
-        (line["step"], line["loss"], line["grad_norm"], line["bank_fill"]) for line in read_log(run) if "loss" in line
+        (line["step"], line["loss"], line["grad_norm"], line["bank_fill"])
+        for line in read_log(run)
+        if "loss" in line
     ]
 
 
@@ -119,9 +123,18 @@ def test_run_with_left_out_pairs_resumes_to_the_byte(name, method, data, tmp_pat
     train(train_config(data, broken, method, resume=True, **changes))
     assert weights(broken) == weights(tmp_path / "whole")
     assert steps_of(broken) == steps_of(tmp_path / "whole")
-    last = [newest_checkpoint(run).folder / "bank.safetensors" for run in (tmp_path / "whole", broken)]
+    last = [
+        newest_checkpoint(run).folder / "bank.safetensors" for run in (tmp_path / "whole", broken)
+    ]
     assert last[0].read_bytes() == last[1].read_bytes()
-    train(train_config(data, tmp_path / "other", method, **{key: changes[key] for key in changes if "hard_" in key}))
+    train(
+        train_config(
+            data,
+            tmp_path / "other",
+            method,
+            **{key: changes[key] for key in changes if "hard_" in key},
+        )
+    )
     assert weights(tmp_path / "other") != weights(broken)  # negative control
 
 
@@ -211,7 +224,9 @@ def test_checkpoint_with_malformed_manifest_is_ignored(data, tmp_path, capsys):
 def test_changed_settings_are_refused(changes, named, data, tmp_path):
     train(train_config(data, tmp_path / "run", **{"optim.max_steps": 2}))
     with pytest.raises(InputError, match=named):
-        train(train_config(data, tmp_path / "run", resume=True, **{"optim.max_steps": 2, **changes}))
+        train(
+            train_config(data, tmp_path / "run", resume=True, **{"optim.max_steps": 2, **changes})
+        )
 
 
 def test_changed_data_is_refused(data, tmp_path):
@@ -219,7 +234,8 @@ def test_changed_data_is_refused(data, tmp_path):
     with (data / "qrels" / "train.tsv").open("a") as file:
         file.write("q0\tp9\t1\n")
     with pytest.raises(
-        InputError, match=r"step-00000002: the conditions of training changed: data was \w+ and is \w+\. Undo"
+        InputError,
+        match=r"step-00000002: the conditions of training changed: data was \w+ and is \w+\. Undo",
     ):
         train(train_config(data, tmp_path / "run", resume=True, **{"optim.max_steps": 2}))
 
@@ -239,12 +255,18 @@ def test_run_resumed_after_its_last_step_has_a_model(dev, data, tmp_path):
     run, changes = tmp_path / "run", {"data.dev": str(data), "run.eval_steps": 50} if dev else {}
     train(train_config(data, run, **changes))
     broken = broken_after(run, 4, tmp_path / "broken")
-    model = train(train_config(data, broken, resume=True, allow_changes=True, **changes, **{"optim.max_steps": 3}))
+    model = train(
+        train_config(
+            data, broken, resume=True, allow_changes=True, **changes, **{"optim.max_steps": 3}
+        )
+    )
     saved = newest_checkpoint(broken)
     assert saved.state["step"] == 4
     assert weights(broken) == weights(saved.folder)
     assert model.is_dir()
-    assert (saved.state["best"].get("step"), saved.state["evaluated"]) == ((4, 4) if dev else (None, 0))
+    assert (saved.state["best"].get("step"), saved.state["evaluated"]) == (
+        (4, 4) if dev else (None, 0)
+    )
 
 
 TWO_STEPS = {"optim.max_steps": 2, "run.metric": "recall@100"}
@@ -264,7 +286,9 @@ def two_steps(tmp_path_factory):
     [
         {"model.tie_towers": True},
         {"model.tiny_width": 64},
-        {"model.max_query_length": None},  # None takes the folder's value, and the folder is now the checkpoint
+        {
+            "model.max_query_length": None
+        },  # None takes the folder's value, and the folder is now the checkpoint
         {"optim.name": "adamw_8bit"},
         {"lora.rank": 4, "model.name": "another"},
     ],
@@ -273,8 +297,17 @@ def two_steps(tmp_path_factory):
 def test_settings_that_fix_the_checkpoint_never_change(changes, two_steps):
     data, run = two_steps
     before = (run / "config.yaml").read_bytes()
-    config = train_config(data, run, resume=True, allow_changes=True, **TWO_STEPS, **{"data.dev": str(data), **changes})
-    with pytest.raises(InputError, match="the checkpoints need these settings unchanged") as refusal:
+    config = train_config(
+        data,
+        run,
+        resume=True,
+        allow_changes=True,
+        **TWO_STEPS,
+        **{"data.dev": str(data), **changes},
+    )
+    with pytest.raises(
+        InputError, match="the checkpoints need these settings unchanged"
+    ) as refusal:
         train(config)
     assert all(f"{name} was " in str(refusal.value) for name in changes)
     assert (run / "config.yaml").read_bytes() == before
@@ -282,7 +315,11 @@ def test_settings_that_fix_the_checkpoint_never_change(changes, two_steps):
 
 def test_changed_encoder_settings_empty_the_bank_and_are_saved(two_steps, tmp_path):
     data, two = two_steps
-    changes = {"model.similarity": "dot", "model.max_passage_length": 8, "model.query_prefix": "query: "}
+    changes = {
+        "model.similarity": "dot",
+        "model.max_passage_length": 8,
+        "model.query_prefix": "query: ",
+    }
     steps = {**TWO_STEPS, "data.dev": str(data), "optim.max_steps": 3, "run.eval_steps": 50}
     fills = {}
     for name, more in (("same", {}), ("other", changes)):
@@ -290,7 +327,8 @@ def test_changed_encoder_settings_empty_the_bank_and_are_saved(two_steps, tmp_pa
         config = train_config(data, run, resume=True, allow_changes=True, **steps, **more)
         if more:
             with pytest.warns(
-                UserWarning, match="the bank starts empty, because settings changed: similarity, max_pass"
+                UserWarning,
+                match="the bank starts empty, because settings changed: similarity, max_pass",
             ):
                 train(config)
         else:
@@ -298,7 +336,11 @@ def test_changed_encoder_settings_empty_the_bank_and_are_saved(two_steps, tmp_pa
         fills[name] = read_log(run)[-2]["bank_fill"]
     assert fills == {"same": 24, "other": 0}
     saved = json.loads((newest_checkpoint(run).folder / "model" / "contaccum.json").read_text())
-    assert (saved["similarity"], saved["max_passage_length"], saved["query_prefix"]) == ("dot", 8, "query: ")
+    assert (saved["similarity"], saved["max_passage_length"], saved["query_prefix"]) == (
+        "dot",
+        8,
+        "query: ",
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*fewer than 3 hard negatives")
@@ -306,9 +348,16 @@ def test_missing_passages_in_the_bank_stay_masked_if_new_ones_are_filled(data, t
     """Each query has one hard negative, so a stored pair of the first two steps lacks two of four passages."""
     run = tmp_path / "run"
     settings = {"data.hard_negatives": 3, "bank.size": 16, "loss.mask_false_negatives": False}
-    train(train_config(data, run, **settings, **{"data.fill_negatives": "none", "optim.max_steps": 2}))
-    train(train_config(data, run, resume=True, allow_changes=True, **settings, **{"optim.max_steps": 3}))
-    # four micro-batches of four pairs; each replaces four pairs of two passages by four pairs of four
+    train(
+        train_config(data, run, **settings, **{"data.fill_negatives": "none", "optim.max_steps": 2})
+    )
+    train(
+        train_config(
+            data, run, resume=True, allow_changes=True, **settings, **{"optim.max_steps": 3}
+        )
+    )
+    # four micro-batches of four pairs; each replaces four pairs of two passages by four pairs of
+    # four
     assert read_log(run)[-1]["negatives"] == 15 + sum(32 + 8 * filled for filled in range(4)) / 4
 
 
@@ -316,14 +365,18 @@ def test_changed_data_empties_the_bank(tmp_path):
     """The bank stores row numbers of passages, which a new first passage changes."""
     file, run = tmp_path / "pairs.jsonl", tmp_path / "run"
     lines = [
-        json.dumps({"query": f"where is owl {n}", "pos": [f"owl {n} sleeps"], "neg": [f"owl {n} eats"]})
+        json.dumps(
+            {"query": f"where is owl {n}", "pos": [f"owl {n} sleeps"], "neg": [f"owl {n} eats"]}
+        )
         for n in range(20)
     ]
     settings = {"model.tie_towers": True}
     file.write_text("\n".join(lines[1:]))
     train(train_config(file, run, **settings, **{"optim.max_steps": 2}))
     file.write_text("\n".join(lines))
-    config = train_config(file, run, resume=True, allow_changes=True, **settings, **{"optim.max_steps": 3})
+    config = train_config(
+        file, run, resume=True, allow_changes=True, **settings, **{"optim.max_steps": 3}
+    )
     with pytest.warns(UserWarning, match="the bank starts empty, because settings changed: data"):
         train(config)
     assert read_log(run)[-1]["bank_fill"] == 0
@@ -334,7 +387,10 @@ def test_changed_data_empties_the_bank(tmp_path):
     [
         {},
         {"run.metric": "ndcg@1"},
-        {"run.metric": "ndcg@1", "optim.max_steps": 2},  # no step is left; the last one is evaluated again
+        {
+            "run.metric": "ndcg@1",
+            "optim.max_steps": 2,
+        },  # no step is left; the last one is evaluated again
         {"data.dev_split": "train"},
     ],
     ids=str,
@@ -350,7 +406,9 @@ def test_best_score_counts_only_for_the_same_metric_and_dev_set(changes, two_ste
         train(config)
         assert newest_checkpoint(run).state["best"] == before
         return
-    with pytest.warns(UserWarning, match="the best score so far is ignored: the metric or the dev set changed"):
+    with pytest.warns(
+        UserWarning, match="the best score so far is ignored: the metric or the dev set changed"
+    ):
         train(config)
     best = newest_checkpoint(run).state["best"]
     assert best["step"] == config.optim.max_steps
@@ -363,7 +421,15 @@ def test_best_score_counts_only_for_the_same_metric_and_dev_set(changes, two_ste
 def command(config, folder: Path) -> list[str]:
     file = folder.with_suffix(".yaml")
     file.write_text(to_yaml(replace(config, resume=False)))
-    return [python(), "-m", "contaccum", "train", "--config", str(file), *(["--resume"] if config.resume else [])]
+    return [
+        python(),
+        "-m",
+        "contaccum",
+        "train",
+        "--config",
+        str(file),
+        *(["--resume"] if config.resume else []),
+    ]
 
 
 def wait_for(path: Path, process: subprocess.Popen) -> None:
@@ -403,7 +469,9 @@ def test_killed_process_resumes_byte_identical(kind, data, tmp_path):
 def test_signal_saves_a_checkpoint_and_ends_the_run(number, code, data, tmp_path):
     run = tmp_path / "run"
     changes = {"optim.max_steps": 4000, "run.save_steps": 0}
-    process = subprocess.Popen(command(train_config(data, run, **changes), run), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command(train_config(data, run, **changes), run), stderr=subprocess.PIPE, text=True
+    )
     wait_for(run / "log.jsonl", process)
     while len(read_log(run)) < 3:
         time.sleep(0.01)
@@ -431,7 +499,9 @@ def test_file_size_limit_keeps_the_previous_checkpoint(data, tmp_path):
     done = subprocess.run(call, capture_output=True, text=True, check=False, env=os.environ)
     assert done.returncode == 2, done.stderr
     assert "cannot be written" in done.stderr.splitlines()[-1]
-    assert [folder.name for folder in (tmp_path / "full" / "checkpoints").iterdir()] == ["step-00000002"]
+    assert [folder.name for folder in (tmp_path / "full" / "checkpoints").iterdir()] == [
+        "step-00000002"
+    ]
     train(config)
     assert weights(tmp_path / "full") == weights(run)
 

@@ -16,7 +16,13 @@ from contaccum.errors import InputError
 from contaccum.runtime.files import sha256_of
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
-from contaccum.training.run_folder import LINKS, all_checkpoints, claimed_folder, newest_checkpoint, read_config
+from contaccum.training.run_folder import (
+    LINKS,
+    all_checkpoints,
+    claimed_folder,
+    newest_checkpoint,
+    read_config,
+)
 
 CHANGES = {"optim.max_steps": 4, "run.save_steps": 1, "run.keep_checkpoints": 2}
 
@@ -39,12 +45,18 @@ def interrupted(scene, run: Path) -> Path:
 
 
 def resume(scene, run: Path, **changes) -> None:
-    train(train_config(scene[0], run, resume=True, **{**CHANGES, "data.dev": str(scene[0]), **changes}))
+    train(
+        train_config(
+            scene[0], run, resume=True, **{**CHANGES, "data.dev": str(scene[0]), **changes}
+        )
+    )
 
 
 def edit_state(checkpoint: Path, change) -> None:
     """Change state.json and its entry in the manifest, as another version of contaccum would have written them."""
-    state, manifest = (json.loads((checkpoint / name).read_text()) for name in ("state.json", "manifest.json"))
+    state, manifest = (
+        json.loads((checkpoint / name).read_text()) for name in ("state.json", "manifest.json")
+    )
     change(state)
     path = checkpoint / "state.json"
     path.write_text(json.dumps(state))
@@ -85,10 +97,15 @@ def test_config_of_another_version_is_refused(version, scene, tmp_path, capsys):
     run = interrupted(scene, tmp_path / "run")
     text = (run / "config.yaml").read_text()
     assert text.startswith("format_version: 1\n")
-    (run / "config.yaml").write_text(text.replace("format_version: 1", f"format_version: {json.dumps(version)}"))
+    (run / "config.yaml").write_text(
+        text.replace("format_version: 1", f"format_version: {json.dumps(version)}")
+    )
     with pytest.raises(InputError, match=r"config\.yaml: format_version is .*, expected 1"):
         resume(scene, run)
-    assert main(["train", "--config", str(run / "config.yaml"), "--output_dir", str(tmp_path / "new")]) == 2
+    assert (
+        main(["train", "--config", str(run / "config.yaml"), "--output_dir", str(tmp_path / "new")])
+        == 2
+    )
     assert "config.yaml:1: format_version is " in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
@@ -98,7 +115,10 @@ def test_config_of_a_run_starts_another_run(scene, tmp_path):
     text = (scene[1] / "config.yaml").read_text()
     (tmp_path / "plain.yaml").write_text(text.removeprefix("format_version: 1\n"))
     for config in (scene[1] / "config.yaml", tmp_path / "plain.yaml"):
-        assert main(["train", "--config", str(config), "--output_dir", str(tmp_path / config.stem)]) == 0
+        assert (
+            main(["train", "--config", str(config), "--output_dir", str(tmp_path / config.stem)])
+            == 0
+        )
         assert weights(tmp_path / config.stem) == scene[2]
         assert read_config(tmp_path / config.stem) == {
             **read_config(scene[1]),
@@ -111,7 +131,9 @@ def test_log_of_another_version_is_refused(scene, tmp_path):
     first, *lines = (run / "log.jsonl").read_text().splitlines()
     assert json.loads(first) == {"format_version": 1}
     for version in (0, 2):
-        (run / "log.jsonl").write_text("\n".join([json.dumps({"format_version": version}), *lines]) + "\n")
+        (run / "log.jsonl").write_text(
+            "\n".join([json.dumps({"format_version": version}), *lines]) + "\n"
+        )
         with pytest.raises(InputError, match=rf"log\.jsonl: has format_version {version}"):
             read_log(run)
 
@@ -137,9 +159,14 @@ def test_folders_of_a_run_on_another_disk(linked, scene, tmp_path):
         shutil.rmtree(run / "checkpoints" / "step-00000004")
         train(train_config(scene[0], run, resume=True, **settings))
         assert weights(run) == scene[2]
-        assert [folder.name for folder in all_checkpoints(run)] == ["step-00000004", "step-00000003"]
+        assert [folder.name for folder in all_checkpoints(run)] == [
+            "step-00000004",
+            "step-00000003",
+        ]
         links = [path.name for path in (run, *run.iterdir()) if path.is_symlink()]
-        assert sorted(links) == sorted(LINKS if linked == "all" else ["run" if linked == "output" else linked])
+        assert sorted(links) == sorted(
+            LINKS if linked == "all" else ["run" if linked == "output" else linked]
+        )
         on_disk = {path.name for path in disk.rglob("*") if path.is_dir() and not path.is_symlink()}
         assert on_disk >= ({"query_encoder"} if linked == "model" else {"step-00000004"})
         assert not [*run.rglob(".*"), *disk.rglob(".*")]
@@ -221,7 +248,10 @@ def test_a_folder_with_only_the_file_of_the_macos_finder_is_empty(tmp_path):
     (tmp_path / ".DS_Store").touch()
     with claimed_folder(train_config(tmp_path / "data", tmp_path)):
         (tmp_path / "notes.txt").touch()
-    with pytest.raises(InputError, match="not empty"), claimed_folder(train_config(tmp_path / "data", tmp_path)):
+    with (
+        pytest.raises(InputError, match="not empty"),
+        claimed_folder(train_config(tmp_path / "data", tmp_path)),
+    ):
         pass
 
 
@@ -231,7 +261,9 @@ def test_a_folder_with_only_the_file_of_the_macos_finder_is_empty(tmp_path):
 @pytest.mark.parametrize("act", ["renamed", "deleted", "replaced"])
 def test_run_ends_with_one_sentence_when_its_folder_moves(act, scene, tmp_path):
     run, file = tmp_path / "run", tmp_path / "config.yaml"
-    file.write_text(to_yaml(train_config(scene[0], run, **{"optim.max_steps": 100_000, "run.save_steps": 0})))
+    file.write_text(
+        to_yaml(train_config(scene[0], run, **{"optim.max_steps": 100_000, "run.save_steps": 0}))
+    )
     call = [python(), "-m", "contaccum", "train", "--config", str(file)]
     process = subprocess.Popen(call, stderr=subprocess.PIPE, text=True)
     while len(read_log(run)) < 2:
@@ -246,7 +278,8 @@ def test_run_ends_with_one_sentence_when_its_folder_moves(act, scene, tmp_path):
     _, said = process.communicate(timeout=60)
     assert process.returncode == 2
     assert [line for line in said.splitlines() if line.startswith("contaccum: ")] == [
-        f"contaccum: {run}: this folder was renamed or deleted during the run. If it still exists, continue with "
+        f"contaccum: {run}: this folder was renamed or deleted during the run. If it still exists, "
+        "continue with "
         "--resume and its new name."
     ]
     assert "Traceback" not in said
@@ -275,9 +308,14 @@ def test_edited_dev_data_are_refused_on_resume(file, scene, tmp_path):
     text = (dev / file).read_text()
     first, *rest = text.splitlines(keepends=True)
     (dev / file).write_text(
-        "".join([first, *rest[:-1]] if file.endswith("tsv") else [first.replace("fox", "dog"), *rest])
+        "".join(
+            [first, *rest[:-1]] if file.endswith("tsv") else [first.replace("fox", "dog"), *rest]
+        )
     )
-    with pytest.raises(InputError, match=r"conditions of training changed: split dev of .* was [\w-]+ and is [\w-]+"):
+    with pytest.raises(
+        InputError,
+        match=r"conditions of training changed: split dev of .* was [\w-]+ and is [\w-]+",
+    ):
         train(train_config(data, run, resume=True, **settings))
     (dev / file).write_text(text)
     train(train_config(data, run, resume=True, **settings))

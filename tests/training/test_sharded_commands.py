@@ -13,8 +13,24 @@ from contaccum.runtime.files import read_json
 pytestmark = pytest.mark.acceptance
 PACKAGE = Path(contaccum.__file__).parent
 DEMO = str(PACKAGE / "data" / "demo")
-FINETUNE = ["--config", str(PACKAGE / "configs" / "finetune.yaml"), "--data.train", DEMO, "--data.dev", DEMO]
-FINETUNE += ["--model.name", "tiny", "--model.dropout", "0", "--optim.epochs", "0.25", "--run.device", "cpu"]
+FINETUNE = [
+    "--config",
+    str(PACKAGE / "configs" / "finetune.yaml"),
+    "--data.train",
+    DEMO,
+    "--data.dev",
+    DEMO,
+]
+FINETUNE += [
+    "--model.name",
+    "tiny",
+    "--model.dropout",
+    "0",
+    "--optim.epochs",
+    "0.25",
+    "--run.device",
+    "cpu",
+]
 FSDP = ["--run.sharding", "fsdp"]
 PROCESSES = (1, 2)
 
@@ -26,21 +42,37 @@ def folder(tmp_path_factory):
     data = str(write_beir(folder / "data"))
 
     def command(name: str, output: str, *options: str) -> list[str]:
-        return [name, *options, "--output_dir" if name == "train" else "--output", str(folder / output)]
+        return [
+            name,
+            *options,
+            "--output_dir" if name == "train" else "--output",
+            str(folder / output),
+        ]
 
     jobs = {
         "train": Job(command("train", "whole", *FINETUNE)),
         "train sharded": Job(command("train", "sharded", *FINETUNE, *FSDP), 2),
-        "train slower": Job(command("train", "slower", *FINETUNE, "--optim.learning_rate", "4.0e-5")),
+        "train slower": Job(
+            command("train", "slower", *FINETUNE, "--optim.learning_rate", "4.0e-5")
+        ),
     }
     for name, processes in (("whole", 1), ("sharded", 2), ("slower", 1)):
         evaluated = ["--model", str(folder / name / "model"), "--data", DEMO, "--device", "cpu"]
         jobs[f"evaluate {name}"] = Job(command("evaluate", f"{name}.json", *evaluated), processes)
     for processes in PROCESSES:
         model = ["--model", str(folder / "sharded" / "model"), "--device", "cpu"]
-        encoded = command("encode", f"vectors{processes}", *model, "--input", data, "--shard_size", "10")
+        encoded = command(
+            "encode", f"vectors{processes}", *model, "--input", data, "--shard_size", "10"
+        )
         jobs[f"encode {processes}"] = Job(encoded, processes)
-        mining = ["--data", data, "--num_negatives", "3", "--embeddings", str(folder / f"own{processes}")]
+        mining = [
+            "--data",
+            data,
+            "--num_negatives",
+            "3",
+            "--embeddings",
+            str(folder / f"own{processes}"),
+        ]
         mined = command("mine", f"mined{processes}.jsonl", *model, *mining)
         jobs[f"mine {processes}"] = Job(mined, processes)
     for outcome in run_jobs(jobs, folder / "jobs").values():

@@ -62,13 +62,19 @@ def difference(one: dict, other: dict, prefix: str) -> float:
 def test_sharded_gradients_equal_those_of_one_process(model, world, steps):
     """For every method, partial replay, gradient checkpointing and LoRA, over two steps."""
     (one,) = steps[model, 1]
-    labels = {*METHOD_SPECS, *REPLAYED, *VARIANTS} - {""} - (set(NEED_A_FOLDER) if model == "tiny" else set())
+    labels = (
+        {*METHOD_SPECS, *REPLAYED, *VARIANTS}
+        - {""}
+        - (set(NEED_A_FOLDER) if model == "tiny" else set())
+    )
     for label in sorted(labels):
         for found in steps[model, world]:
             for step in range(2):
                 assert difference(one, found, f"{label}/{step}") < 1e-5
                 for name in ("norms", "clipped"):
-                    torch.testing.assert_close(found[f"{label}/{step}/{name}"], one[f"{label}/{step}/{name}"])
+                    torch.testing.assert_close(
+                        found[f"{label}/{step}/{name}"], one[f"{label}/{step}/{name}"]
+                    )
 
 
 @pytest.mark.acceptance
@@ -83,7 +89,10 @@ def test_mean_over_processes_gives_other_gradients(world, steps):
 def test_memory_of_a_sharded_process(tmp_path):
     """Weights, gradients and optimizer state are divided by W. A step adds few gathered layers, not all of them."""
     data = write_beir(tmp_path / "data")
-    jobs = {str(w): Job([str(data), str(tmp_path / f"of{w}")], w, worker="sharding_memory_worker") for w in WORLDS}
+    jobs = {
+        str(w): Job([str(data), str(tmp_path / f"of{w}")], w, worker="sharding_memory_worker")
+        for w in WORLDS
+    }
     for outcome in run_jobs(jobs, tmp_path / "jobs").values():
         outcome.check()
     one = read_json(tmp_path / "of1.0.json")
@@ -93,7 +102,8 @@ def test_memory_of_a_sharded_process(tmp_path):
     rest = one["weights"] - LAYERS * layer
     assert 0 < rest < layer
     for world in WORLDS[1:]:
-        # of four layers: weights, message with the weights of the next layer, gradients, message with the last gradients
+        # of four layers: weights, message with the weights of the next layer, gradients, message
+        # with the last gradients
         limit = sum(one[name] for name in PARTS) / world + 4 * layer + 2 * rest
         for rank in range(world):
             found = read_json(tmp_path / f"of{world}.{rank}.json")
@@ -130,7 +140,12 @@ def runs(tmp_path_factory):
     runs.add("sharded adapter", 2, **fsdp, **adapted)
     runs.add("killed adapter", 2, fault="is_killed", **fsdp, **adapted)
     runs.add("killed adapter again", 2, "--resume", run="killed adapter", **fsdp, **adapted)
-    quantized = {**adapted, "model.quantize": "4bit", "model.tie_towers": False, "batch.micro_batch_tokens": None}
+    quantized = {
+        **adapted,
+        "model.quantize": "4bit",
+        "model.tie_towers": False,
+        "batch.micro_batch_tokens": None,
+    }
     runs.add("quantized", 1, imports=["bitsandbytes"], **drift, **quantized)
     runs.add("sharded quantized", 2, **fsdp, **quantized)
     runs.add("killed quantized", 2, fault="is_killed", **fsdp, **quantized)
@@ -146,7 +161,12 @@ def runs(tmp_path_factory):
 @pytest.mark.acceptance
 @pytest.mark.parametrize(
     ("whole", "name"),
-    [("whole", "of 2"), ("whole", "of 4"), ("adapter", "sharded adapter"), ("quantized", "sharded quantized")],
+    [
+        ("whole", "of 2"),
+        ("whole", "of 4"),
+        ("adapter", "sharded adapter"),
+        ("quantized", "sharded quantized"),
+    ],
 )
 def test_sharded_run_equals_the_run_of_one_process(whole, name, runs):
     runs.outcomes[whole].check()
@@ -154,7 +174,9 @@ def test_sharded_run_equals_the_run_of_one_process(whole, name, runs):
     assert_equal_runs(runs, whole, name)
     one, sharded = (runs[run] / "model" for run in (whole, name))
     files = [path.relative_to(one) for path in sorted(one.rglob("*")) if path.is_file()]
-    assert files == [path.relative_to(sharded) for path in sorted(sharded.rglob("*")) if path.is_file()]
+    assert files == [
+        path.relative_to(sharded) for path in sorted(sharded.rglob("*")) if path.is_file()
+    ]
     for file in files:
         if file.suffix != ".safetensors" and file.name != "contaccum.json":
             assert (one / file).read_bytes() == (sharded / file).read_bytes(), file
@@ -179,7 +201,8 @@ def test_killed_sharded_run_resumes_byte_identical(killed, whole, runs):
 
 @pytest.mark.acceptance
 @pytest.mark.parametrize(
-    ("name", "folder"), [("2 to 4", "to 4"), ("fsdp to none", "to none"), ("none to fsdp", "to fsdp")]
+    ("name", "folder"),
+    [("2 to 4", "to 4"), ("fsdp to none", "to none"), ("none to fsdp", "to fsdp")],
 )
 def test_run_resumes_with_other_sharding(name, folder, runs):
     runs.outcomes[name].check()
@@ -235,11 +258,32 @@ def test_units_are_the_layers_and_names_are_those_that_transformers_saves(family
 @pytest.mark.parametrize(
     ("changes", "world", "words"),
     [
-        ({}, 1, "run.sharding is fsdp, but there is only one process; start several processes with torchrun"),
-        ({"run.sharding": "none", "run.cpu_offload": True}, 2, "run.cpu_offload is true, but run.sharding is none"),
-        ({"run.precision": "fp16"}, 2, "run.precision is fp16, but run.sharding is fsdp, which needs fp32 or bf16"),
-        ({"run.compile": "default"}, 2, "run.compile is default, but run.sharding is fsdp, which needs off"),
-        ({"optim.name": "adamw_8bit"}, 2, "optim.name is adamw_8bit, but run.sharding is fsdp, which needs adamw"),
+        (
+            {},
+            1,
+            "run.sharding is fsdp, but there is only one process; start several processes with "
+            "torchrun",
+        ),
+        (
+            {"run.sharding": "none", "run.cpu_offload": True},
+            2,
+            "run.cpu_offload is true, but run.sharding is none",
+        ),
+        (
+            {"run.precision": "fp16"},
+            2,
+            "run.precision is fp16, but run.sharding is fsdp, which needs fp32 or bf16",
+        ),
+        (
+            {"run.compile": "default"},
+            2,
+            "run.compile is default, but run.sharding is fsdp, which needs off",
+        ),
+        (
+            {"optim.name": "adamw_8bit"},
+            2,
+            "optim.name is adamw_8bit, but run.sharding is fsdp, which needs adamw",
+        ),
         (
             {"model.name": "base", "model.quantize": "8bit", "lora.rank": 4},
             2,

@@ -26,7 +26,9 @@ def nccl(tmp_path):
     dist.destroy_process_group()
 
 
-def steps(method, encoder, precision, sharded, offload=False) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
+def steps(
+    method, encoder, precision, sharded, offload=False
+) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
     """Return gradients and losses of two steps."""
     engine, loss = Engine(device="auto", precision=precision), InfoNCE(0.1)
     encoder = copy.deepcopy(encoder).train()

@@ -45,11 +45,17 @@ def wait_until(condition, process: subprocess.Popen) -> None:
 
 @pytest.mark.parametrize(
     ("number", "code", "name"),
-    [(signal.SIGTERM, 143, "SIGTERM"), pytest.param(signal.SIGINT, 130, "SIGINT", marks=pytest.mark.acceptance)],
+    [
+        (signal.SIGTERM, 143, "SIGTERM"),
+        pytest.param(signal.SIGINT, 130, "SIGINT", marks=pytest.mark.acceptance),
+    ],
 )
 def test_signal_during_setup_leaves_no_files(number, code, name, data, tmp_path):
     """Before the first step there is nothing to save, and the run's folder is removed."""
-    pause = "import time; from contaccum.training import parts; parts.build_encoder = lambda *_: time.sleep(1000)"
+    pause = (
+        "import time; from contaccum.training import parts; parts.build_encoder = lambda *_: "
+        "time.sleep(1000)"
+    )
     process = start(train_config(data, tmp_path / "run"), tmp_path, before=pause)
     wait_until((tmp_path / "run" / LOCK_FILE).exists, process)
     time.sleep(0.2)
@@ -67,7 +73,8 @@ def test_second_signal_ends_the_run_at_once(data, tmp_path):
     run = tmp_path / "run"
     endless = (
         "import time; from contaccum.training.loop import Training; take = Training.take_step\n"
-        "Training.take_step = lambda self, batches: time.sleep(1000) if self.done == 3 else take(self, batches)"
+        "Training.take_step = lambda self, batches: time.sleep(1000) if self.done == 3 else "
+        "take(self, batches)"
     )
     process = start(train_config(data, run), tmp_path, before=endless)
     wait_until(lambda: len(read_log(run)) == 3, process)
@@ -93,7 +100,16 @@ def test_encode_stops_on_sigterm(data, tmp_path):
         "encode.encode_shard = third_takes_long\n"
         "sys.exit(cli.main(sys.argv[1:]))"
     )
-    options = ("--model", model, "--input", data, "--output", tmp_path / "vectors", "--shard_size", "10")
+    options = (
+        "--model",
+        model,
+        "--input",
+        data,
+        "--output",
+        tmp_path / "vectors",
+        "--shard_size",
+        "10",
+    )
     call = [python(), "-c", script, "encode", *map(str, options)]
     process = subprocess.Popen(call, stderr=subprocess.PIPE, text=True)
     wait_until((tmp_path / "vectors" / "00001.shard.json").exists, process)
@@ -148,14 +164,18 @@ def test_allow_changes_prints_and_accepts_changes(data, tmp_path, capsys):
         file.write("q0\tp9\t1\n")
     changes = {"optim.max_steps": 4, "optim.learning_rate": 1e-4}
     with pytest.raises(
-        InputError, match=r"optim\.learning_rate was 0\.001 and is 0\.0001; optim\.max_steps was 2 and is 4"
+        InputError,
+        match=r"optim\.learning_rate was 0\.001 and is 0\.0001; optim\.max_steps was 2 and is 4",
     ):
         train(train_config(data, run, resume=True, **changes))
     capsys.readouterr()
     with pytest.warns(UserWarning, match="the bank starts empty, because settings changed: data"):
         train(train_config(data, run, resume=True, allow_changes=True, **changes))
     said = capsys.readouterr().err
-    assert "(allowed): optim.learning_rate was 0.001 and is 0.0001; optim.max_steps was 2 and is 4" in said
+    assert (
+        "(allowed): optim.learning_rate was 0.001 and is 0.0001; optim.max_steps was 2 and is 4"
+        in said
+    )
     assert "step-00000002: the conditions of training changed (allowed): data was " in said
     assert [line["step"] for line in read_log(run)] == [1, 2, 3, 4]
 
@@ -167,7 +187,10 @@ def test_changed_encoder_folder_is_refused(data, tmp_path):
     changes = {"model.name": str(base), "optim.max_steps": 2, "model.passage_name": None}
     run = tmp_path / "run"
     train(train_config(data, run, **changes))
-    for folder in (base, run / "checkpoints" / "step-00000002"):  # files of the Hub's downloads and of macOS
+    for folder in (
+        base,
+        run / "checkpoints" / "step-00000002",
+    ):  # files of the Hub's downloads and of macOS
         (folder / ".cache").mkdir()
         for name in (".DS_Store", ".cache/CACHEDIR.TAG"):
             (folder / name).write_text("hidden")
@@ -175,7 +198,8 @@ def test_changed_encoder_folder_is_refused(data, tmp_path):
     train(train_config(data, run, resume=True, **changes))
     (base / "notes.txt").write_text("another version")
     with pytest.raises(
-        InputError, match=r"step-00000002: the conditions of training changed: encoder was \['\w{64}'\] and is"
+        InputError,
+        match=r"step-00000002: the conditions of training changed: encoder was \['\w{64}'\] and is",
     ):
         train(train_config(data, run, resume=True, **changes))
     shutil.rmtree(base)  # the weights are in the checkpoint, so the folder is no longer needed
@@ -186,7 +210,9 @@ def test_changed_tokenizer_is_refused(data, tmp_path, monkeypatch):
     run = tmp_path / "run"
     train(train_config(data, run, **{"optim.max_steps": 2}))
     monkeypatch.setattr("contaccum.training.run_folder.tokenizer_hash", lambda _: "another")
-    with pytest.raises(InputError, match=r"tokenizer was \['\w{64}', '\w{64}'\] and is \['another', 'another'\]"):
+    with pytest.raises(
+        InputError, match=r"tokenizer was \['\w{64}', '\w{64}'\] and is \['another', 'another'\]"
+    ):
         train(train_config(data, run, resume=True, **{"optim.max_steps": 2}))
 
 
@@ -194,15 +220,35 @@ def test_changed_tokenizer_is_refused(data, tmp_path, monkeypatch):
 
 
 def sentences(said: str) -> list[str]:
-    return [line for line in said.splitlines() if line.startswith("contaccum: ") and "warning" not in line]
+    return [
+        line
+        for line in said.splitlines()
+        if line.startswith("contaccum: ") and "warning" not in line
+    ]
 
 
 def calls_on(disk: Path, data: Path, model: Path) -> dict[str, list[object]]:
     """Return a call of each command that writes, with its output on ``disk``."""
     return {
         "encode": ["encode", "--model", model, "--input", data, "--output", disk / "vectors"],
-        "search": ["search", "--model", model, "--data", data, "--output", disk / "runs" / "a.trec"],
-        "evaluate": ["evaluate", "--model", model, "--data", data, "--output", disk / "metrics.json"],
+        "search": [
+            "search",
+            "--model",
+            model,
+            "--data",
+            data,
+            "--output",
+            disk / "runs" / "a.trec",
+        ],
+        "evaluate": [
+            "evaluate",
+            "--model",
+            model,
+            "--data",
+            data,
+            "--output",
+            disk / "metrics.json",
+        ],
         "convert": ["data", "convert", data, disk / "all.jsonl", "--to", "jsonl"],
         "convert to a folder": ["data", "convert", data, disk / "beir", "--to", "beir"],
         "demo": ["data", "demo", disk / "demo"],
@@ -226,7 +272,10 @@ def test_every_writer_reports_a_refusing_disk_in_one_sentence(kind, data, tmp_pa
             assert len(said) == 1, (verb, said)
             assert str(disk) in said[0], (verb, said)
             expected = "No space left on device" if kind == "full" else "Read-only file system"
-            assert expected in said[0] or "requested and" in said[0], (verb, said)  # numpy's message
+            assert expected in said[0] or "requested and" in said[0], (
+                verb,
+                said,
+            )  # numpy's message
             assert sorted(disk.rglob("*")) == before, verb
 
 
@@ -241,11 +290,17 @@ def test_full_disk_keeps_the_previous_checkpoint(data, tmp_path):
     """The disk has room for the checkpoints of steps 1 and 2, not for that of step 3."""
     config = train_config(data, tmp_path / "measure", **{"optim.max_steps": 1})
     train(config)
-    size = sum(path.stat().st_size for path in (tmp_path / "measure" / "checkpoints").rglob("*") if path.is_file())
+    size = sum(
+        path.stat().st_size
+        for path in (tmp_path / "measure" / "checkpoints").rglob("*")
+        if path.is_file()
+    )
     changes = {"run.save_steps": 1}
     train(train_config(data, tmp_path / "whole", **changes))
     with small_disk(tmp_path / "disk", int(3.4 * size) // 4096 * 4096) as disk:
-        with pytest.raises(InputError, match=r"step-00000003: cannot be written \(.*No space left on device"):
+        with pytest.raises(
+            InputError, match=r"step-00000003: cannot be written \(.*No space left on device"
+        ):
             train(train_config(data, disk / "run", **changes))
         assert newest_checkpoint(disk / "run").state["step"] == 2
         assert not [path for path in (disk / "run").rglob("*") if path.name.startswith(".")]

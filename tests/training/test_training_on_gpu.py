@@ -24,7 +24,9 @@ def data(tmp_path):
 
 
 def losses(data, folder, method="cont_accum", resume=False, **changes) -> list[float]:
-    config = train_config(data, folder, method, resume=resume, **{"run.device": "auto", **SAME, **changes})
+    config = train_config(
+        data, folder, method, resume=resume, **{"run.device": "auto", **SAME, **changes}
+    )
     train(config)
     return [line["loss"] for line in read_log(folder) if "loss" in line]
 
@@ -32,7 +34,9 @@ def losses(data, folder, method="cont_accum", resume=False, **changes) -> list[f
 @pytest.mark.parametrize("method", list(METHOD_SPECS))
 def test_gpu_losses_equal_cpu_losses(method, data, tmp_path):
     found = losses(data, tmp_path / "gpu", method)
-    assert found == pytest.approx(losses(data, tmp_path / "cpu", method, **{"run.device": "cpu"}), rel=1e-3)
+    assert found == pytest.approx(
+        losses(data, tmp_path / "cpu", method, **{"run.device": "cpu"}), rel=1e-3
+    )
     other = losses(data, tmp_path / "other", method, **{"optim.learning_rate": 1e-2})
     assert found != pytest.approx(other, rel=1e-3)
 
@@ -76,9 +80,14 @@ def test_fp16_run_stops_if_gradients_are_never_finite(data, tmp_path, monkeypatc
 
     monkeypatch.setattr(Engine, "reduce_gradients", spoilt)
     with pytest.raises(
-        InputError, match=r"not a finite number\. The loss scale 0\.5 is not the cause, because it is below 1"
+        InputError,
+        match=r"not a finite number\. The loss scale 0\.5 is not the cause, because it is below 1",
     ):
-        losses(data, tmp_path / "run", **{"run.precision": "fp16", "optim.max_steps": 40, "run.save_steps": 0})
+        losses(
+            data,
+            tmp_path / "run",
+            **{"run.precision": "fp16", "optim.max_steps": 40, "run.save_steps": 0},
+        )
 
 
 def test_pinned_batches_are_copied_to_the_gpu_unchanged():

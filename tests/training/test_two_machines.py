@@ -25,15 +25,23 @@ def start(machine: int, port: int, folder: Path, *call: str) -> subprocess.Popen
     place = ["--nnodes", "2", "--node_rank", str(machine), "--nproc_per_node", "2"]
     address = ["--master_addr", "127.0.0.1", "--master_port", str(port)]
     paths = os.pathsep.join([str(HERE.parent), str(HERE)])
-    environment = {**os.environ, "PYTHONPATH": paths, "CONTACCUM_CACHE": str(folder / f"cache{machine}")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "CONTACCUM_CACHE": str(folder / f"cache{machine}"),
+    }
     launcher = [sys.executable, "-m", "torch.distributed.run", *place, *address]
     with (folder / f"err{machine}").open("w") as said:
-        return subprocess.Popen([*launcher, *call], env=environment, stdout=subprocess.DEVNULL, stderr=said)
+        return subprocess.Popen(
+            [*launcher, *call], env=environment, stdout=subprocess.DEVNULL, stderr=said
+        )
 
 
 def config_file(folder: Path, name: str, micro_batch_size: int, **changes) -> Path:
     changes = {"model.dropout": 0.0, "data.dev": str(folder / "data"), **changes}
-    config = train_config(folder / "data", folder / name, **{"batch.micro_batch_size": micro_batch_size, **changes})
+    config = train_config(
+        folder / "data", folder / name, **{"batch.micro_batch_size": micro_batch_size, **changes}
+    )
     file = folder / f"{name}.yaml"
     file.write_text(to_yaml(config))
     return file
@@ -42,16 +50,24 @@ def config_file(folder: Path, name: str, micro_batch_size: int, **changes) -> Pa
 def test_two_machines_equal_one_process(tmp_path):
     write_beir(tmp_path / "data", 41)
     file, port = config_file(tmp_path, "two", 1), next(PORTS)
-    machines = [start(m, port, tmp_path, "-m", "contaccum", "train", "--config", str(file)) for m in (0, 1)]
+    machines = [
+        start(m, port, tmp_path, "-m", "contaccum", "train", "--config", str(file)) for m in (0, 1)
+    ]
     assert [machine.wait(200) for machine in machines] == [0, 0], (tmp_path / "err0").read_text()
     whole = {"model.dropout": 0.0, "data.dev": str(tmp_path / "data"), "batch.micro_batch_size": 4}
     train(train_config(tmp_path / "data", tmp_path / "one", **whole))
-    one, two = (load_file(tmp_path / run / "model/query_encoder/model.safetensors") for run in ("one", "two"))
+    one, two = (
+        load_file(tmp_path / run / "model/query_encoder/model.safetensors")
+        for run in ("one", "two")
+    )
     for name in one:
         torch.testing.assert_close(two[name], one[name], atol=1e-4, rtol=0)
     one, two = (read_json(tmp_path / run / "dev_metrics.json")["mean"] for run in ("one", "two"))
     assert two == pytest.approx(one, abs=1e-6)
-    names = [sorted(path.name for path in (tmp_path / cache).glob("*/*")) for cache in ("cache0", "cache1")]
+    names = [
+        sorted(path.name for path in (tmp_path / cache).glob("*/*"))
+        for cache in ("cache0", "cache1")
+    ]
     assert names[0] == names[1] != []
 
 
@@ -64,7 +80,9 @@ def test_process_death_on_one_machine_ends_both(tmp_path):
         "processes.is_killed(int(os.environ['RANK'])); sys.exit(main())\n"
     )
     began = time.monotonic()
-    machines = [start(m, port, tmp_path, str(script), "train", "--config", str(file)) for m in (0, 1)]
+    machines = [
+        start(m, port, tmp_path, str(script), "train", "--config", str(file)) for m in (0, 1)
+    ]
     codes = [machine.wait(150) for machine in machines]
     assert all(codes)
     assert "SIGKILL" in (tmp_path / "err1").read_text()
