@@ -356,7 +356,7 @@ class Bank:
             numbers["step"],
         )
         self._index_all()
-        stop = self.pointer or self.stored  # end of the last push
+        stop = self.pointer or self.stored  # end of the last push; pointer 0 means the ring's end
         if self.sums is not None and numbers["sums_of"] == self._sums_of():
             self.sums.load(tensors["sums"], stop)
         elif self.sums is not None and self.queries is not None and self.stored:

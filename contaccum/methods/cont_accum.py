@@ -23,9 +23,11 @@ def cont_accum(
     """
     values = []
     weights = zip(row_weights(micro_batches, bank), row_weights(micro_batches), strict=True)
-    for batch, (rows, pairs) in zip(engine.micro_steps(micro_batches), weights, strict=True):
+    for batch, (row_weight, pair_weight) in zip(
+        engine.micro_steps(micro_batches), weights, strict=True
+    ):
         queries, passages = engine.encode(batch)  # (b, d), (b, 1 + H, d)
-        value = loss(queries, passages, batch.ids, bank).weighted(rows, pairs)
+        value = loss(queries, passages, batch.ids, bank).weighted(row_weight, pair_weight)
         engine.backward(value.value / len(micro_batches))
         bank.push(queries, passages, batch.ids, value.computed)
         values.append(value.detach())

@@ -42,9 +42,8 @@ def cont_cache(
     """
     parts = represent(engine, micro_batches)
     value, cache = cache_gradients(parts, loss, bank)
-    bank.push(
-        *concatenate(parts), value.computed
-    )  # before the second pass, which needs the memory of these logits
+    # before the second pass, which needs the memory of these logits
+    bank.push(*concatenate(parts), value.computed)
     return [replay(engine, micro_batches, parts[-1], cache, value.detach())]
 
 
@@ -55,15 +54,19 @@ def represent(engine: StepEngine, micro_batches: list[MicroBatch]) -> list[Rows]
     not encode it again. With partial replay, the second pass encodes only a sample of the texts, so
     all micro-batches are encoded here without a graph.
     """
-    if engine.replay_share < 1:
-        without_graph, with_graph = micro_batches, []
-    else:
-        without_graph, with_graph = micro_batches[:-1], [micro_batches[-1:]]
-    groups = _groups(without_graph, engine.no_grad_group_size) + with_graph
+    keep_last = engine.replay_share == 1
+    without_graph = micro_batches[:-1] if keep_last else micro_batches
+    # The dropout noise depends on the index of a pass in the step. With dropout, the group size is
+    # 1, so a micro-batch has the same index here and in the second pass.
+    groups = _groups(without_graph, engine.no_grad_group_size)
+    with_graph = [False] * len(groups)
+    if keep_last:
+        groups.append(micro_batches[-1:])
+        with_graph.append(True)
     joined = [engine.join(group) for group in groups]
     parts: list[Rows] = []
-    for group, batch in zip(groups, engine.micro_steps(joined), strict=True):
-        with torch.set_grad_enabled(len(parts) == len(without_graph)):
+    for group, batch, graph in zip(groups, engine.micro_steps(joined), with_graph, strict=True):
+        with torch.set_grad_enabled(graph):
             queries, passages = engine.encode(batch)
         parts += _split((queries, passages, batch.ids), [len(member.query_ids) for member in group])
     return parts
@@ -139,7 +142,8 @@ def replay(
         replayed = {"replay_share": share, "replay_variance": variance}
         return replace(value, statistics={**value.statistics, **replayed})
     _backward(engine, last[0], last[1], cache[-1])  # first, to free the graph of the first pass
-    for batch, gradients in zip(engine.micro_steps(micro_batches[:-1]), cache, strict=False):
+    others = engine.micro_steps(micro_batches[:-1])
+    for batch, gradients in zip(others, cache[:-1], strict=True):
         queries, passages = engine.encode(batch)
         _backward(engine, queries, passages, gradients)
     return value

@@ -129,6 +129,7 @@ class CachedLogSumExp:
     def _open(self, block: int, fill: int) -> None:
         """Close the open block, and open ``block``."""
         self._save(self.table[: 2 + len(self.old)])  # closed, new, old
+        # the block before block 0 is the last block of the ring, at index -1
         self._save(self.blocks[block - 1])
         self._save(self.blocks[block])
         self.blocks[block - 1] = self.new
@@ -136,6 +137,7 @@ class CachedLogSumExp:
         torch.logsumexp(self.blocks, 0, out=self.closed)
         self.new.fill_(-torch.inf)
         self.old.fill_(-torch.inf)
+        # the push that opens the block overwrites its first group at once
         remaining = self._after_first_group(block, fill)
         if remaining.start == remaining.stop:
             return
@@ -152,9 +154,8 @@ class CachedLogSumExp:
         count = rows.stop - rows.start
         for part in chunks(count, self.chunk // fill if logits is None else count):
             of_part = slice(rows.start + part.start, rows.start + part.stop)
-            values = (
-                self.logits(of_part, slice(0, fill)) if logits is None else logits[part]
-            )  # (r, fill, 1 + H)
+            # (r, fill, 1 + H)
+            values = self.logits(of_part, slice(0, fill)) if logits is None else logits[part]
             sums = _sums(values, self.width)  # (blocks with a filled slot, r)
             self.blocks[: len(sums), of_part] = sums
             self.blocks[block, of_part].fill_(-torch.inf)

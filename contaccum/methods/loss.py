@@ -50,12 +50,12 @@ class LossValue:
     """
 
     contrast: Tensor
-    """InfoNCE loss: the sum over the rows, divided by the number of rows that count. Scalar with
-    gradient."""
+    """InfoNCE loss that training differentiates: the sum over the rows, divided by the number of
+    rows that count. Scalar with gradient."""
     counted_share: float = 1.0
     """Number of rows that count, divided by the number of rows in the sum.
 
-    The ratio is below 1 only if ``bank.row_weight`` is ``current``: then bank rows are in the sum,
+    ``contrast`` times this ratio is the mean over all rows, which the log shows. The ratio is below 1 only if ``bank.row_weight`` is ``current``: then bank rows are in the sum,
     but do not count.
     """
     distilled: Tensor | None = None
@@ -152,9 +152,8 @@ class InfoNCE:
             # columns.
             computed = None
             if bank is not None and stored is not None and stored.queries is not None:
-                over_current = self.similarity.logsumexp(
-                    stored, current
-                ).values  # (M, b (1 + H)) -> (M,)
+                # (M, b (1 + H)) -> (M,)
+                over_current = self.similarity.logsumexp(stored, current).values
                 negatives = torch.stack([over_current, bank.logsumexp()]).logsumexp(0)  # (M,)
                 log_likelihood = (
                     log_likelihood + F.logsigmoid(stored.positive_logits - negatives).sum()
@@ -175,10 +174,10 @@ class InfoNCE:
             # current rows, and eq. 9 through the two blocks of the current columns.
             contrast = -log_likelihood / rows_that_count
 
+        # Only the current rows are counted. The own positive of each query is no masked passage.
         statistics: dict[str, float | Tensor] = {
             "negatives": sum(block.negatives for block in blocks) / b,
-            "masked": sum(block.positives for block in blocks) / b
-            - 1,  # without the own positive of each query
+            "masked": sum(block.positives for block in blocks) / b - 1,
             "weight_per_row": 1 / rows_that_count,
         }
         if self.similarity.rules.margin is not None:
@@ -188,7 +187,7 @@ class InfoNCE:
         )
 
     def _pairs(self, queries: Tensor, passages: Tensor, ids: RowIds, bank: Bank | None) -> Pairs:
-        """Return the micro-batch as pairs."""
+        """Return the micro-batch as pairs, with numbers below 0, which no pair of the bank has."""
         b, per_pair = ids.columns.shape
         columns_by_id = IdIndex()
         if self.similarity.mask_false_negatives:

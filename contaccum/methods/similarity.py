@@ -114,7 +114,7 @@ class Similarity:
         product = torch.addmm(
             queries.new_empty(()), left, right.T, beta=0, alpha=scale
         )  # (c, r) or (r, c)
-        # Autograd need not see the rest: subtracting a constant does not change a gradient, and the
+        # Autograd need not see the rest, and addmm does not need its result for the backward pass: subtracting a constant does not change a gradient, and the
         # gradient of a log-sum-exp is zero for masked logits.
         with torch.no_grad():
             logits = product.T if passages_first else product  # (r, c)
