@@ -4,9 +4,8 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_CONTROL = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-)  # all control characters except tab and line feed
+# all control characters except tab and line feed
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LOGIN = re.compile(r"(?<=://)[^/?#@\s]+@")  # user name and password, or a token, in a URL
 
 

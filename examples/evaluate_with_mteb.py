@@ -46,9 +46,8 @@ given = parser.parse_args()
 tasks = mteb.get_tasks(tasks=given.tasks)
 for task in tasks if given.data else ():
     use_folder(task, given.data)
-model = SentenceTransformer(
-    given.model
-)  # its encode_query and encode_document lead to the two towers
+# its encode_query and encode_document lead to the two towers
+model = SentenceTransformer(given.model)
 found = mteb.evaluate(model, tasks, cache=None, co2_tracker=False)
 for result in found.task_results:
     for split, scores in result.scores.items():

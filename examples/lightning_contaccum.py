@@ -35,13 +35,13 @@ class Retriever(LightningModule):
         return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
     def training_step(self, batch: dict, index: int) -> Tensor:
+        # (B, d) each
         queries, passages = (
             self.encode(batch["queries"]),
             self.encode(batch["passages"]),
-        )  # (B, d) each
-        loss = self.bank_loss(
-            queries, passages.unsqueeze(1), batch["ids"], training=True
-        )  # 3: (B, 1, d), (B, 1)
+        )
+        # 3: (B, 1, d), (B, 1)
+        loss = self.bank_loss(queries, passages.unsqueeze(1), batch["ids"], training=True)
         self.log("loss", loss, prog_bar=True, batch_size=len(queries))
         return loss
 
@@ -63,9 +63,8 @@ given = parser.parse_args()
 tokenizer = AutoTokenizer.from_pretrained(given.model)
 pairs = load_dataset("json", data_files=given.data, split="train")
 query, passage = pairs.column_names[:2]
-number = {
-    text: n for n, text in enumerate(dict.fromkeys(pairs[passage]))
-}  # equal passages have one id, so the loss masks them
+# equal passages have one id, so the loss masks them
+number = {text: n for n, text in enumerate(dict.fromkeys(pairs[passage]))}
 
 
 def collate(rows: list[dict]) -> dict:

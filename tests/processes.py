@@ -166,9 +166,8 @@ def become_python(
 ) -> None:
     """Run in this forked process what ``python`` runs with these arguments, and exit."""
     os.setsid()
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored if a shell runs the tests in the background
+    # ignored if a shell runs the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)

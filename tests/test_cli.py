@@ -258,9 +258,8 @@ def test_every_command_takes_the_folder_of_a_run_as_a_model(
             )
             said[model], errors[model] = (code, plain), err
         assert said[run] == said[run / "model"]
-        assert said[run][0] == (2 if words[0] == "merge" else 0), errors[
-            run
-        ]  # there is no adapter to merge
+        # there is no adapter to merge
+        assert said[run][0] == (2 if words[0] == "merge" else 0), errors[run]
         assert said[tmp_path / "nowhere"][0] == 2
         assert "no such folder" in errors[tmp_path / "nowhere"]
 

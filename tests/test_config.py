@@ -455,9 +455,8 @@ def test_a_token_budget_only_wants_a_step_that_processes_can_share():
         InputError, match=r"batch\.global_batch_size 16 is not divisible by 3 processes"
     ):
         validate(by_tokens, world=3)
-    assert (
-        by_tokens.usual_push(world=2, longest=100) == 6
-    )  # three of the longest pairs in each process
+    # three of the longest pairs in each process
+    assert by_tokens.usual_push(world=2, longest=100) == 6
     assert by_tokens.usual_push(world=2, longest=10) == 16
     assert (
         config("cont_cache", **{"batch.micro_batch_tokens": 320}).usual_push(world=2, longest=100)

@@ -405,9 +405,8 @@ def test_the_splits_of_a_repository_are_never_paths(split, tmp_path, canary, sci
         (scifact / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
         data_files = [{"split": split.format(canary=canary), "path": f"{name}.jsonl"}]
         configurations.append({"config_name": name, "data_files": data_files})
-    (scifact / "README.md").write_text(
-        f"---\n{json.dumps({'configs': configurations})}\n---\n"
-    )  # JSON is YAML
+    # JSON is YAML
+    (scifact / "README.md").write_text(f"---\n{json.dumps({'configs': configurations})}\n---\n")
     if split == "test":  # negative control
         assert (fetch("mteb/SciFact") / "qrels" / "test.tsv").read_text().endswith("q\tc\t1\n")
     else:

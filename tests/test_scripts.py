@@ -51,11 +51,12 @@ def script(forked_programs):
     """Function from a script, its arguments and variables to what it prints."""
 
     def run(name: str, *arguments: object, **environment: str) -> str:
+        # CDPATH changes only relative paths
         call = [
             "bash",
             f"scripts/{name}",
             *map(str, arguments),
-        ]  # CDPATH changes only relative paths
+        ]
         variables = {**os.environ, "VIRTUAL_ENV": sys.prefix, **forked_programs, **environment}
         done = subprocess.run(
             call, cwd=ROOT, env=variables, capture_output=True, text=True, check=False

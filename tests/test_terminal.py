@@ -295,9 +295,8 @@ def test_logins_in_addresses_are_not_printed(monkeypatch, capsys):
         monkeypatch.setitem(
             COMMANDS, "doctor", replace(COMMANDS["doctor"], run=partial(text.format, login))
         )
-        assert (
-            main(["doctor"]) == 0
-        )  # the result of another command, such as a passage, keeps its addresses
+        # the result of another command, such as a passage, keeps its addresses
+        assert main(["doctor"]) == 0
         assert capsys.readouterr().out == f"{text.format(login)}\n"
 
 

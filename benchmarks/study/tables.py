@@ -41,9 +41,8 @@ def read_pack(path: Path) -> dict[str, list[RunRecord]]:
         queries, *lines = map(json.loads, file)
     studies: dict[str, list[RunRecord]] = {}
     for line in lines:
-        names = (
-            queries[line["test"]] if line["per_query"] else []
-        )  # a trial on dev has no scores on test
+        # a trial on dev has no scores on test
+        names = queries[line["test"]] if line["per_query"] else []
         per_query = {
             name: {METRIC: value} for name, value in zip(names, line["per_query"], strict=True)
         }

@@ -26,12 +26,13 @@ DPR = {
 }
 """Name of a DPR file -> path below ``DPR_URL``. The files have Wikipedia passages, training data or
 questions."""
+# BEIR is not allowed to distribute these data sets
 LICENSED = (
     "bioasq",
     "signal1m",
     "trec-news",
     "robust04",
-)  # BEIR is not allowed to distribute these data sets
+)
 FORUMS = (
     *("android", "english", "gaming", "gis", "mathematica", "physics"),
     *("programmers", "stats", "tex", "unix", "webmasters", "wordpress"),

@@ -80,9 +80,8 @@ class HubName:
     revision: str | None = None
     configuration: str | None = None
     split: str | None = None
-    columns: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # our field -> columns; empty: the name maps no columns
+    # our field -> columns; empty: the name maps no columns
+    columns: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, text: str) -> "HubName":
@@ -112,9 +111,8 @@ class HubName:
                 f"{text}: not the name of a Hub data set or of a local folder; expected "
                 "hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN]"
             )
-        configuration = (
-            parts["configuration"] or None
-        )  # an empty one, as in hub:owner/name::split, is the default
+        # an empty one, as in hub:owner/name::split, is the default
+        configuration = parts["configuration"] or None
         return cls(text, repository, parts["revision"], configuration, parts["split"], columns)
 
     def builder(self, configuration: str | None) -> DatasetBuilder:

@@ -62,9 +62,8 @@ KNOWN = (
 SURPRISE = ("de", "yo")
 """MIRACL languages without a train split."""
 _MAX_CARD = 16 << 20  # bytes
-_MAX_NODES = (
-    1 << 20
-)  # maximum number of values in the metadata of a README; YAML aliases can produce billions
+# maximum number of values in the metadata of a README; YAML aliases can produce billions
+_MAX_NODES = 1 << 20
 
 
 class Repository(NamedTuple):
@@ -108,9 +107,8 @@ class Task(NamedTuple):
 
     name: str
     repository: Repository
-    subsets: tuple[
-        str, ...
-    ]  # names of the subsets, such as languages; empty: the task has no subsets
+    # names of the subsets, such as languages; empty: the task has no subsets
+    subsets: tuple[str, ...]
 
 
 @cache

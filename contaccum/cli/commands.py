@@ -36,9 +36,8 @@ def _warn(sentences: Iterable[str]) -> None:
 def _train(config: TrainConfig) -> None:
     from contaccum.config import validate
 
-    validate(
-        config, process_place()[1], warn=False
-    )  # before torch is imported; train() prints the warnings
+    # before torch is imported; train() prints the warnings
+    validate(config, process_place()[1], warn=False)
     from contaccum.training.loop import train
     from contaccum.training.run_folder import next_steps
 
@@ -108,9 +107,8 @@ def _evaluate(
         metrics = evaluate_run_file(run, qrels, None, task.relevance_level, policy)
         other = evaluate_run_file(task.against, qrels, None, task.relevance_level, policy)
         tested = compare({0: metrics["per_query"]}, {0: other["per_query"]}, task.metric)
-        save_metrics(
-            metrics, output, {"run": run, "data": qrels}
-        )  # only after the second run was found to be valid
+        # only after the second run was found to be valid
+        save_metrics(metrics, output, {"run": run, "data": qrels})
         return render_metrics(metrics) + "\n" + render_comparison(tested, task.metric, task.against)
 
     with joined(encoder.timeout_minutes) as group:

@@ -221,9 +221,8 @@ class Batches:
 
     def _partition_by_tokens(self, tokens: dict[int, _PairTokens], size: int) -> list[np.ndarray]:
         queries = np.array([len(pair.query) for pair in tokens.values()])  # (N,)
-        passages = np.array(
-            [list(map(len, pair.passages)) for pair in tokens.values()]
-        )  # (N, 1 + H)
+        # (N, 1 + H)
+        passages = np.array([list(map(len, pair.passages)) for pair in tokens.values()])
         return partition_by_tokens(queries, passages, size, self._form.world)
 
     def _tokens(self, rows: StepRows, indices: np.ndarray) -> dict[int, _PairTokens]:

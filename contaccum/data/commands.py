@@ -75,9 +75,8 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
     try:
         return _statistics(data, split)
     except InputError as error:
-        first = error.with_traceback(
-            None
-        )  # the traceback would keep the line, which may have many megabytes
+        # the traceback would keep the line, which may have many megabytes
+        first = error.with_traceback(None)
     errors = _all_errors(data, split)
     if len(errors) < 2:
         raise first

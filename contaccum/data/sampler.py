@@ -36,9 +36,8 @@ class StepRows(NamedTuple):
     """Row numbers of the examples of one step: N queries, each with a positive and H negatives."""
 
     queries: np.ndarray  # (N,) int64, row numbers in TrainSet.queries
-    passages: (
-        np.ndarray
-    )  # (N, 1 + H) int64, rows of TrainSet.passages or MISSING, the positive first
+    # (N, 1 + H) int64, rows of TrainSet.passages or MISSING, the positive first
+    passages: np.ndarray
     positives: np.ndarray  # (N, P) int64, all known positives of each query, padded with NO_PASSAGE
     teacher: np.ndarray | None = None  # (N, 1 + H) float32, teacher scores, NaN if missing
 

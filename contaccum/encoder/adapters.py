@@ -32,9 +32,8 @@ from contaccum.runtime.hub import loading, optional_json
 
 WEIGHTS, ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"  # peft's name for all linear layers of a backbone
-LAYER = re.compile(
-    r"(^|\.)(layers?|h|blocks?)\.\d+\."
-)  # matches the names of the weights of a layer
+# matches the names of the weights of a layer
+LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.")
 POOLER = r"(.*\.)?pooler\..*"  # matches the names of pooler layers, which contaccum does not use
 
 # hides warnings about optional kernels, and about the activation type of every 8-bit layer
@@ -106,9 +105,8 @@ def load_backbone(
         **options,
     )
     refuse_incomplete(name, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"])
-    vars(backbone).pop(
-        "hf_device_map", None
-    )  # otherwise save_pretrained splits the weights into several files
+    # otherwise save_pretrained splits the weights into several files
+    vars(backbone).pop("hf_device_map", None)
     for module in backbone.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = (
@@ -216,9 +214,8 @@ def load_adapter(backbone: Any, folder: str, subfolder: str) -> None:
         )
         is None
     ):
-        where = f"{folder}/{subfolder}".rstrip(
-            "/"
-        )  # transformers would unpickle adapter_model.bin instead
+        # transformers would unpickle adapter_model.bin instead
+        where = f"{folder}/{subfolder}".rstrip("/")
         raise InputError(
             f"{where}: {ADAPTER_WEIGHTS} is missing; pickled adapter weights (.bin) are never "
             "loaded"

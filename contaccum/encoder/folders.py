@@ -35,12 +35,13 @@ SIDES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 passages (``document``)."""
 ADAPTER_FILE = "adapter_config.json"  # written by peft; contains the name of the base
 BASE_FILE = "base.json"  # written by contaccum; contains the hash and the quantization of the base
+# an encoder's folder has one of these
 MODEL_FILES = (
     SETTINGS_FILE,
     "modules.json",
     "config.json",
     ADAPTER_FILE,
-)  # an encoder's folder has one of these
+)
 
 # maximum number of tokens or dimensions; a model_max_length of this or more means "no limit"
 NO_LIMIT = 1_000_000
@@ -451,9 +452,8 @@ def _max_length(name: str, subfolder: str, side: str) -> int | None:
 
 def _pooling(config: dict[str, Any], name: str) -> str:
     """Return cls, mean or last. config: 1_Pooling/config.json of a sentence-transformers model."""
-    mode = config.get(
-        "pooling_mode"
-    )  # newer files have the name of the mode, older files have a flag for each mode
+    # newer files have the name of the mode, older files have a flag for each mode
+    mode = config.get("pooling_mode")
     chosen = [
         pooling
         for pooling, flag in POOLING_FLAGS.items()

@@ -62,9 +62,8 @@ def unpad(tokens: Tokens, first: int = 0) -> UnpaddedTokens:
     total = int(lengths.sum())
     bounds = F.pad(lengths.cumsum(0), (1, 0)).int().to(device, non_blocking=True)  # (n + 1,)
     # computed on the device: copying more than 64 KiB of memory that is not page-locked may block
-    texts = torch.arange(n, device=device).repeat_interleave(
-        bounds.diff(), output_size=total
-    )  # (T,)
+    # (T,)
+    texts = torch.arange(n, device=device).repeat_interleave(bounds.diff(), output_size=total)
     positions = torch.arange(total, device=device) - bounds[texts]
     kept = texts * length + positions
     ids = tokens.input_ids.flatten()[kept]

@@ -158,9 +158,8 @@ def save_backbone(tower: Tower, folder: Path | None) -> None:
         trained = {name: each for name, each in backbone.named_parameters() if each.requires_grad}
         weights = {name: full(each.detach()).cpu() for name, each in trained.items()}
         if folder is not None:
-            quantizer = vars(backbone).pop(
-                "hf_quantizer", None
-            )  # transformers would replace the given weights
+            # transformers would replace the given weights
+            quantizer = vars(backbone).pop("hf_quantizer", None)
             backbone.save_pretrained(folder, state_dict=weights)
             backbone.hf_quantizer = quantizer
     else:

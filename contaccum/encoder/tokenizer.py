@@ -37,9 +37,8 @@ DEVICE_TOKENS = 16_384
 
 # not attributes of the encoders, because a lock cannot be copied
 _LOCKS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-os.register_at_fork(
-    after_in_child=_LOCKS.clear
-)  # the thread that holds a lock does not exist in the child
+# the thread that holds a lock does not exist in the child
+os.register_at_fork(after_in_child=_LOCKS.clear)
 
 
 def encoding_lock(encoder: Any) -> Any:

@@ -50,9 +50,8 @@ def pool(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
     tokens).
     """
     if pooling == "mean":
-        wide = torch.promote_types(
-            states.dtype, torch.float32
-        )  # sums over long texts can overflow in float16
+        # sums over long texts can overflow in float16
+        wide = torch.promote_types(states.dtype, torch.float32)
         total = (states * mask.unsqueeze(-1).to(states.dtype)).sum(1, dtype=wide)  # (n, d)
         return (total / mask.sum(1, keepdim=True).clamp(min=1)).to(states.dtype)
     first = mask.argmax(1)  # (n,)
@@ -138,9 +137,8 @@ class Tower(nn.Module):
             # since torch 2.11, Hopper GPUs would use cuDNN attention, which builds a plan for each
             # new shape (up to 0.4 s)
             torch.backends.cuda.enable_cudnn_sdp(False)
-        compiled = (
-            self.compiled if self.training else None
-        )  # evaluation is too short to pay for compiling
+        # evaluation is too short to pay for compiling
+        compiled = self.compiled if self.training else None
         if self.unpad:
             states = token_states(self.backbone, tokens)  # (n, length, width)
         elif compiled is not None:

@@ -186,9 +186,8 @@ def data_digest(benchmark_set: BenchmarkSet) -> str | None:
     if benchmark_set.data.startswith(HUB_PREFIX) and os.path.isdir(
         HubName.of(benchmark_set.data).repository
     ):
-        path = fetch(
-            benchmark_set.data, benchmark_set.split
-        )  # the folder in the place of the Hub can change
+        # the folder in the place of the Hub can change
+        path = fetch(benchmark_set.data, benchmark_set.split)
     if not os.path.exists(path):
         return None
     names = (

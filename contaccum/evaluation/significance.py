@@ -137,9 +137,8 @@ def compare(
     Raises InputError if the systems were scored on different queries, or if the values lack the
     measure.
     """
-    first = {
-        seed: _values(scores, measure) for seed, scores in ours.items()
-    }  # seed -> query id -> value
+    # seed -> query id -> value
+    first = {seed: _values(scores, measure) for seed, scores in ours.items()}
     second = {seed: _values(scores, measure) for seed, scores in theirs.items()}
     queries = sorted(next(iter(first.values())))
     for values in (*first.values(), *second.values()):
@@ -150,13 +149,11 @@ def compare(
                 "queries, another has "
                 f"{len(values)}. For example, query {other!r} is in only one of these two runs."
             )
-    one = {
-        seed: np.array([values[query] for query in queries]) for seed, values in first.items()
-    }  # arrays are (queries,)
+    # arrays are (queries,)
+    one = {seed: np.array([values[query] for query in queries]) for seed, values in first.items()}
     two = {seed: np.array([values[query] for query in queries]) for seed, values in second.items()}
-    differences = np.mean(list(one.values()), axis=0) - np.mean(
-        list(two.values()), axis=0
-    )  # (queries,)
+    # (queries,)
+    differences = np.mean(list(one.values()), axis=0) - np.mean(list(two.values()), axis=0)
     differences[np.abs(differences) < ROUNDING] = 0
     mean = float(differences.mean())
     deviation = float(differences.std(ddof=1)) if np.ptp(differences) >= ROUNDING else 0.0

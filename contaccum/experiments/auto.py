@@ -170,9 +170,8 @@ class Auto:
         data = replace(config.data, dev=self.dev["data"], dev_split="dev")
         if (part := self.output / "data" / "train").is_dir():
             data = replace(data, train=str(part), split="train")
-        batch = replace(
-            config.batch, micro_batch_tokens=None
-        )  # --memory limits the number of pairs
+        # --memory limits the number of pairs
+        batch = replace(config.batch, micro_batch_tokens=None)
         return replace(config, data=data, batch=batch, output_dir=str(self.output / folder))
 
     def _divide(self) -> None:
@@ -243,9 +242,8 @@ class Auto:
         outside = time.monotonic() - began - sum(steps)
         self.state.seconds["run"] = max(outside, self.state.seconds.get("run", 0.0))
         delete_weights(folder)
-        return (
-            statistics.median(steps[len(steps) // 2 :]) / BATCHES[0]
-        )  # the first steps are slower
+        # the first steps are slower
+        return statistics.median(steps[len(steps) // 2 :]) / BATCHES[0]
 
     def _batch(self, pairs: int) -> dict[str, str]:
         return {"batch.global_batch_size": str(pairs), "bank.size": str(4 * pairs)}
@@ -342,9 +340,8 @@ class Auto:
         self, folder: str, changes: dict[str, str], steps: int, evaluations: int
     ) -> TrainConfig:
         config = self.config(folder, changes)
-        run = replace(
-            config.run, eval_steps=0, save_steps=0, drift_steps=0, log_steps=1
-        )  # every step is timed
+        # every step is timed
+        run = replace(config.run, eval_steps=0, save_steps=0, drift_steps=0, log_steps=1)
         if evaluations:
             every, save = max(1, -(-steps // evaluations)), max(1, steps // 10)
             run = replace(run, eval_steps=every, save_steps=save, log_steps=config.run.log_steps)

@@ -60,9 +60,8 @@ class State:
     """Method -> largest micro-batch size that fits into the memory."""
     tuning: float = 0.0
     """Total seconds of all tuning runs so far."""
-    chosen: dict[str, str] = field(
-        default_factory=dict
-    )  # setting -> chosen value; empty before the end of tuning
+    # setting -> chosen value; empty before the end of tuning
+    chosen: dict[str, str] = field(default_factory=dict)
     steps: int = 0
     """Number of optimizer steps of the final run. 0: not planned yet."""
     content: dict[str, str] = field(default_factory=dict)  # see data_hashes

@@ -80,9 +80,8 @@ def changed_queries(
     @cache
     def open_data(name: str, split: str) -> RetrievalSet:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # the evaluation has shown the warnings about this data set
+            # the evaluation has shown the warnings about this data set
+            warnings.simplefilter("ignore")
             return open_dataset(name, split, DataPolicy(repair=repair)).retrieval_set
 
     notes = [

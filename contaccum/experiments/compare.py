@@ -129,9 +129,8 @@ class Study:
             )
         self.test = {"data": options.test or self.base.data.train, "split": options.test_split}
         self.failed: list[Outcome] = []
-        self.hashes: dict[
-            tuple[Any, ...], dict[str, str]
-        ] = {}  # hashes of the data and encoders of each kind of run
+        # hashes of the data and encoders of each kind of run
+        self.hashes: dict[tuple[Any, ...], dict[str, str]] = {}
 
     def _valid_candidates(self) -> None:
         """Remove invalid combinations of tuned values.

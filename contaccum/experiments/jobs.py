@@ -40,11 +40,12 @@ from contaccum.training.parts import build_encoder
 from contaccum.training.run_folder import DEV_METRICS_FILE, files_hash, flat
 
 POLL_SECONDS = 0.1
+# settings that can name the folder of an encoder
 ENCODERS = (
     "model.name",
     "model.passage_name",
     "loss.guide",
-)  # settings that can name the folder of an encoder
+)
 
 
 class Job(TypedDict):
@@ -87,9 +88,8 @@ class Worker:
         # The worker gets a new session. Ctrl-C in the terminal then reaches only the parent, and
         # the parent stops the workers.
         with open(job.log, "ab") as log:
-            self.start = (
-                log.tell()
-            )  # earlier calls of the command may have written lines to the log
+            # earlier calls of the command may have written lines to the log
+            self.start = log.tell()
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,

@@ -48,15 +48,13 @@ USABLE = 0.8  # share of a machine's free memory that a measurement may use
 class Measurement:
     """Peak memory and time of a step of one method, and the largest sizes within the memory budget."""
 
-    micro_batch_size: (
-        int | None
-    )  # largest divisor of the global batch size that fits; None if no divisor fits
+    # largest divisor of the global batch size that fits; None if no divisor fits
+    micro_batch_size: int | None
     # peak memory in bytes with this size (if None, with the smallest size) and the configured bank
     peak: float
     error: float  # relative error of the last memory prediction that was checked by a measurement
-    largest_bank: (
-        int | None
-    )  # maximum number of rows with the configured micro-batch size; None without a bank
+    # maximum number of rows with the configured micro-batch size; None without a bank
+    largest_bank: int | None
     context: int  # bytes on the GPU outside PyTorch's allocator; ``peak`` includes them
     step: float  # seconds of an optimizer step
     pairs: int  # number of training queries

@@ -174,9 +174,8 @@ def draw_all(groups: list[RunGroup], metric: str) -> list[Plot]:
             draw(axes, groups, looks, metric)
             if axes.has_data():
                 for axis in (one for one in (axes.xaxis, axes.yaxis) if one.get_scale() == "log"):
-                    axis.set_major_formatter(
-                        "{x:g}"
-                    )  # the usual labels are formulas, which STYLE switches off
+                    # the usual labels are formulas, which STYLE switches off
+                    axis.set_major_formatter("{x:g}")
                     axis.set_minor_formatter("")
                 axes.set_xlabel(xlabel)
                 axes.set_ylabel(ylabel.format(metric=metric))

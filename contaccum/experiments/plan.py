@@ -28,9 +28,8 @@ def run_plan(options: PlanConfig, config: TrainConfig) -> str:
     measured: dict[str, Measurement] = {}
     for method in methods:
         varied = replace(config, method=method)  # type: ignore[arg-type]
-        validate(
-            varied, warn=method == config.method
-        )  # other methods may not read all settings of the config
+        # other methods may not read all settings of the config
+        validate(varied, warn=method == config.method)
         print(f"measuring {method}", file=sys.stderr)
         measured[method] = measure_method(varied, budget)
     if options.output is not None:

@@ -24,13 +24,14 @@ from contaccum.experiments.run_records import (
 )  # fmt: skip
 from contaccum.runtime.files import write_text
 
+# columns that the console shows only with --wide
 WIDE_ONLY = (
     "N",
     "B",
     "bank",
     "pairs/s",
     "wait %",
-)  # columns that the console shows only with --wide
+)
 SIGNIFICANT = 0.05  # largest p value of a significant difference
 SAME_MEMORY = (
     0.05  # peaks count as equal if each exceeds the smallest of them by at most this share

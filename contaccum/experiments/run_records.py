@@ -182,10 +182,11 @@ def load_run_record(folder: str | Path) -> RunRecord:
     return RunRecord(path, config, steps, evaluations, metrics, read_environment(path))
 
 
+# names in the log of the mean and the maximum age of the bank's rows
 AGES = (
     "bank_age_mean",
     "bank_age_max",
-)  # names in the log of the mean and the maximum age of the bank's rows
+)
 
 
 def for_order(score: float | None) -> float:

@@ -60,9 +60,8 @@ class Passage(NamedTuple):
     @classmethod
     def of_columns(cls, columns: Mapping[str, Sequence[str]]) -> "Iterator[Passage]":
         """Yield the passages of a part of a table. Keys of ``columns``: id, title and text."""
-        return map(
-            cls, columns["id"], columns["title"], columns["text"]
-        )  # a list would cost garbage collections
+        # a list would cost garbage collections
+        return map(cls, columns["id"], columns["title"], columns["text"])
 
 
 class Query(NamedTuple):

@@ -26,9 +26,8 @@ from contaccum.runtime.files import whole_file
 from contaccum.runtime.processes import started_elsewhere, tensor_defaults
 
 BANK_FILE = "contaccum_bank.safetensors"  # file name in a checkpoint folder of the other library
-State = tuple[
-    dict[str, Tensor], dict[str, Any]
-]  # complete state of a bank: tensors by name, and other values by name
+# complete state of a bank: tensors by name, and other values by name
+State = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 class BankLoss:
@@ -223,9 +222,8 @@ def content_ids(rows: list[list[int]]) -> Tensor:
 
 
 def _row_ids(ids: Tensor) -> RowIds:
-    return RowIds(
-        ids.cpu(), ids[:, :1].cpu()
-    )  # only the first passage of a query is a known positive
+    # only the first passage of a query is a known positive
+    return RowIds(ids.cpu(), ids[:, :1].cpu())
 
 
 def write_bank(folder: Path, state: State) -> None:

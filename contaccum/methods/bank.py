@@ -94,18 +94,15 @@ class Bank:
         self.passages = torch.zeros(size, self.per_slot, dim, device=device)
         self.queries = None if self.options.columns_only else torch.zeros(size, dim, device=device)
         self.positive_logits = torch.zeros(size, device=device)
-        self.age = torch.zeros(
-            size, dtype=torch.long, device=device
-        )  # optimizer steps since the pair was encoded
+        # optimizer steps since the pair was encoded
+        self.age = torch.zeros(size, dtype=torch.long, device=device)
         # the tensors of ids are always on the CPU
         self.column_ids = torch.full((size, self.per_slot), NO_PASSAGE)
         self.positives = torch.full((size, 1), NO_PASSAGE)
-        self.query_numbers = torch.zeros(
-            size, dtype=torch.long
-        )  # each query's row number in the training set
-        self.index_in_step = torch.zeros(
-            size, dtype=torch.long
-        )  # index among the pairs of its optimizer step
+        # each query's row number in the training set
+        self.query_numbers = torch.zeros(size, dtype=torch.long)
+        # index among the pairs of its optimizer step
+        self.index_in_step = torch.zeros(size, dtype=torch.long)
         self.sums: CachedLogSumExp | None = None  # None if the bank stores only passages
         self._index_all()
         self.empty()

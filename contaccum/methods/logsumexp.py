@@ -57,9 +57,8 @@ class CachedLogSumExp:
         self.groups_overwritten = (
             0  # k, the number of groups of the open block that pushes have overwritten
         )
-        self._before: list[
-            tuple[Tensor, Tensor]
-        ] = []  # (part of the table, its content before it was overwritten)
+        # (part of the table, its content before it was overwritten)
+        self._before: list[tuple[Tensor, Tensor]] = []
         self._groups_before = 0
 
     def total(self, fill: int) -> Tensor:

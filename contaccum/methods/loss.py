@@ -55,8 +55,8 @@ class LossValue:
     counted_share: float = 1.0
     """Number of rows that count, divided by the number of rows in the sum.
 
-    ``contrast`` times this ratio is the mean over all rows, which the log shows. The ratio is below 1 only if ``bank.row_weight`` is ``current``: then bank rows are in the sum,
-    but do not count.
+    ``contrast`` times this ratio is the mean over all rows, which the log shows. The ratio is below
+    1 only if ``bank.row_weight`` is ``current``: then bank rows are in the sum, but do not count.
     """
     distilled: Tensor | None = None
     """Distillation loss (see ``contaccum.methods.objective.Distillation``). Scalar with gradient;

@@ -98,9 +98,8 @@ class Distillation:
 
 def _divergence(student: Tensor, teacher: Tensor, scored: Tensor) -> Tensor:
     """Return for each query the Kullback-Leibler divergence KL(teacher || student) over the scored passages, (b,)."""
-    lowest = torch.finfo(
-        student.dtype
-    ).min  # not minus infinity, because a row without scores would give NaN
+    # not minus infinity, because a row without scores would give NaN
+    lowest = torch.finfo(student.dtype).min
     target = teacher.masked_fill(~scored, lowest).log_softmax(1)
     found = student.masked_fill(~scored, lowest).log_softmax(1)
     return (target.exp() * (target - found)).masked_fill(~scored, 0).sum(1)

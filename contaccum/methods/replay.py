@@ -3,9 +3,9 @@
 A text with a large gradient is more likely to be in the sample. Text i has the cached gradient g_i
 and is kept with probability pi_i = min(1, c |g_i|). The number c is chosen so that the sum of all
 pi_i is share * n, where share is ``replay.share`` and n is the number of texts. The gradient of a
-kept text is multiplied by 1 / pi_i, so that the expected gradient is the gradient of GradCache. This
-is exact only without dropout, because the second pass has other noise than the first. The sampling
-adds a variance: the sum of |g_i|^2 (1 / pi_i - 1). These probabilities have the smallest
+kept text is multiplied by 1 / pi_i, so that the expected gradient is the gradient of GradCache.
+This is exact only without dropout, because the second pass has other noise than the first. The
+sampling adds a variance: the sum of |g_i|^2 (1 / pi_i - 1). These probabilities have the smallest
 added variance. ``missing_gradient`` lowers it further, for a small bias. Sources: Horvitz and
 Thompson 1952 (weights 1 / pi); Madow 1949 (systematic sampling).
 """
@@ -128,9 +128,8 @@ def systematic_sample(probabilities: Tensor, offset: float) -> Tensor:
     + 1, offset + 2 and so on. The number of kept texts is therefore the sum of the probabilities,
     rounded up or down.
     """
-    is_certain = (
-        probabilities > 1 - 1e-9
-    )  # kept in any case, because rounding could move the point out of the interval
+    # kept in any case, because rounding could move the point out of the interval
+    is_certain = probabilities > 1 - 1e-9
     certain = is_certain.nonzero().flatten()
     # without probability 0: rounding could move the last point beyond the last interval
     uncertain = (~is_certain & (probabilities > 0)).nonzero().flatten()

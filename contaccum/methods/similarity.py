@@ -12,12 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from contaccum.methods.pairs import Pairs, as_index, positive_columns, steps_between
 from contaccum.methods.rules import NO_RULES, PairRules
 
-CPU_CHUNK = (
-    1 << 21
-)  # number of logits to compute at once on a CPU, where small matrices stay in the cache; 8 MiB
-CHUNK = (
-    1 << 24
-)  # number of logits to compute at once on other devices, where large operations are faster; 64 MiB
+# number of logits to compute at once on a CPU, where small matrices stay in the cache; 8 MiB
+CPU_CHUNK = 1 << 21
+# number of logits to compute at once on other devices, where large operations are faster; 64 MiB
+CHUNK = 1 << 24
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -111,11 +109,11 @@ class Similarity:
         passages_first = len(queries) < len(passages)
         left, right = (passages, queries) if passages_first else (queries, passages)
         scale = 1 / self.temperature
-        product = torch.addmm(
-            queries.new_empty(()), left, right.T, beta=0, alpha=scale
-        )  # (c, r) or (r, c)
-        # Autograd need not see the rest, and addmm does not need its result for the backward pass: subtracting a constant does not change a gradient, and the
-        # gradient of a log-sum-exp is zero for masked logits.
+        # (c, r) or (r, c)
+        product = torch.addmm(queries.new_empty(()), left, right.T, beta=0, alpha=scale)
+        # Autograd need not see the rest, and addmm does not need its result for the backward pass:
+        # subtracting a constant does not change a gradient, and the gradient of a log-sum-exp is
+        # zero for masked logits.
         with torch.no_grad():
             logits = product.T if passages_first else product  # (r, c)
             mask = masked(logits.dtype)

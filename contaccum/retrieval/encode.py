@@ -54,9 +54,8 @@ if TYPE_CHECKING:
 # together
 CHUNK = 16_384
 SAMPLE = 32  # number of texts that are encoded to estimate the time for all texts
-ESTIMATE_FROM = (
-    50 * SAMPLE
-)  # minimum number of texts for an estimate, so that the sample takes at most 2 % of the time
+# minimum number of texts for an estimate, so that the sample takes at most 2 % of the time
+ESTIMATE_FROM = 50 * SAMPLE
 ESTIMATE_SECONDS = 60.0  # an estimate is printed only if it is longer than this
 
 

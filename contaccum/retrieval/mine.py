@@ -46,14 +46,12 @@ class Statistics:
     """Statistics of the mined queries."""
 
     short: int = 0  # number of queries that got fewer negatives than num_negatives
-    removed: Counter[str] = field(
-        default_factory=Counter
-    )  # filter name -> number of candidates that it removed
+    # filter name -> number of candidates that it removed
+    removed: Counter[str] = field(default_factory=Counter)
     positives: list[float] = field(default_factory=list)  # lowest score of each query's positives
     negatives: list[float] = field(default_factory=list)  # score of each negative
-    margins: list[float] = field(
-        default_factory=list
-    )  # lowest positive score of the query - score of each negative
+    # lowest positive score of the query - score of each negative
+    margins: list[float] = field(default_factory=list)
 
     def add(self, other: Mapping[str, Any]) -> None:
         """Add the statistics of other queries, as the dictionary of their fields."""
@@ -146,9 +144,8 @@ class Miner:
         number: position of the example in the data. scores: scores of the candidates, (n,),
         descending. positive_scores: (P,).
         """
-        first_with_text: dict[
-            str, int
-        ] = {}  # text -> position of the best candidate with this text
+        # text -> position of the best candidate with this text
+        first_with_text: dict[str, int] = {}
         for position, passage in enumerate(candidates):
             first_with_text.setdefault(passage.content, position)
         removed = {"same text": len(candidates) - len(first_with_text)}

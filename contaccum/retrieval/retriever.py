@@ -176,18 +176,16 @@ class DenseRetriever(Retriever):
         self, queries: Sequence[str], positives: Sequence[Sequence[int]], k: int
     ) -> Iterator[Scored]:
         texts = Texts.of_queries({str(number): text for number, text in enumerate(queries)})
-        vectors = encode_in_memory(
-            self.encoder, texts, self.settings.batch_tokens
-        ).vectors  # (n, d)
+        # (n, d)
+        vectors = encode_in_memory(self.encoder, texts, self.settings.batch_tokens).vectors
         shards, first_row = self.vectors
         scores, rows = self.index.search(vectors, k)
         if isinstance(self.index, Index):
             # an approximate index may round scores, and negatives are compared with the exact
             # scores of positives
             scores, rows = best_first(inner_products(vectors, shards, rows, first_row), rows, k)
-        wanted = np.full(
-            (len(queries), max(map(len, positives), default=0)), -1
-        )  # (n, most positives of a query)
+        # (n, most positives of a query)
+        wanted = np.full((len(queries), max(map(len, positives), default=0)), -1)
         for number, query_positives in enumerate(positives):
             wanted[number, : len(query_positives)] = query_positives
         positive_scores = np.maximum(
@@ -254,9 +252,8 @@ class BM25(Retriever):
             return []
         kth_score = np.partition(scores, -k)[-k]
         rows = np.flatnonzero((scores >= kth_score) & (scores > 0))
-        rows = rows[np.argsort(-scores[rows], kind="stable")][
-            :k
-        ]  # equal scores stay in the order of the corpus
+        # equal scores stay in the order of the corpus
+        rows = rows[np.argsort(-scores[rows], kind="stable")][:k]
         return [(self.ids[row], float(scores[row])) for row in rows]
 
 

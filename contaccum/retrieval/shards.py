@@ -32,6 +32,7 @@ BLOCK = 65_536  # number of rows that are searched or added to an index at a tim
 FILES = {"npy": ("npy", "ids.json"), "parquet": ("parquet", "parquet")}
 """Format -> file extensions of the vectors and of the ids."""
 
+# raised by np.load
 _BAD_HEADER = (
     ValueError,
     EOFError,
@@ -39,7 +40,7 @@ _BAD_HEADER = (
     TypeError,
     OverflowError,
     tokenize.TokenError,
-)  # raised by np.load
+)
 _OUR_FILES = re.compile(  # filelock may leave contaccum.lock.break.*
     r"\d{5,}\.(npy|ids\.json|parquet|shard\.json)|manifest\.json|contaccum\.lock(\.break\..+)?|\..*\.part|\.DS_Store"
 )
@@ -105,9 +106,8 @@ class ShardRecord:
     ids: str  # name of the file with the ids
     rows: int
     dimension: int
-    bytes: dict[
-        str, int
-    ]  # size of each file; keys: ``vectors`` and, unless one file contains both, ``ids``
+    # size of each file; keys: ``vectors`` and, unless one file contains both, ``ids``
+    bytes: dict[str, int]
     sha256: dict[str, str]  # SHA-256 of each file; same keys as in ``bytes``
 
     def fits(self, job: EncodingJob, number: int) -> bool:
@@ -244,9 +244,8 @@ def _write_parquet(file: BinaryIO, shard: Shard) -> None:
     columns = {"id": pa.array(shard.ids, pa.string())}
     columns |= {} if shard.texts is None else {"text": pa.array(shard.texts, pa.string())}
     columns["embedding"] = pa.FixedSizeListArray.from_arrays(values, shard.vectors.shape[1])
-    pq.write_table(
-        pa.table(columns), file, use_dictionary=False
-    )  # if all values differ, a dictionary takes more space
+    # if all values differ, a dictionary takes more space
+    pq.write_table(pa.table(columns), file, use_dictionary=False)
 
 
 def _read_parquet(

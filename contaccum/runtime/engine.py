@@ -280,9 +280,8 @@ class Engine(Processes):
 
         Return [] if there is none.
         """
-        finite = torch.stack(
-            [flag for _, flag in self._encoded]
-        ).tolist()  # one transfer from the device
+        # one transfer from the device
+        finite = torch.stack([flag for _, flag in self._encoded]).tolist()
         for (query_ids, _), is_finite in zip(self._encoded, finite, strict=True):
             if not is_finite:
                 return query_ids

@@ -267,9 +267,8 @@ def read_text(path: str | Path, what: str, max_bytes: int = MAX_JSON) -> str:
     """Read a regular file of at most ``max_bytes`` bytes as UTF-8. what: name for error messages, such as "a JSON file"."""
     refuse_url(path)
     try:
-        descriptor = os.open(
-            path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
-        )  # a FIFO without a writer would block
+        # a FIFO without a writer would block
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
@@ -370,9 +369,8 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
             yield part
         finally:
             _filling.remove(part)
-        mode = (
-            part.stat().st_mode & 0o666
-        )  # follows the umask; safetensors writes files that only the owner can read
+        # follows the umask; safetensors writes files that only the owner can read
+        mode = part.stat().st_mode & 0o666
         for written in (*sorted(part.rglob("*"), key=Path.is_dir), part):  # files before folders
             if written.is_file():
                 with suppress(OSError):  # some mounts have no file modes
@@ -409,7 +407,6 @@ def cache_folder() -> Path:
             os.environ.get("CONTACCUM_CACHE")
             or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "contaccum"
         )
-    require_utf8(
-        str(path), f"CONTACCUM_CACHE, {str(path)!a}"
-    )  # Arrow opens only files with UTF-8 names
+    # Arrow opens only files with UTF-8 names
+    require_utf8(str(path), f"CONTACCUM_CACHE, {str(path)!a}")
     return path

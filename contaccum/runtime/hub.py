@@ -18,9 +18,8 @@ from huggingface_hub.utils import validate_repo_id
 from contaccum.errors import library_errors
 from contaccum.runtime.files import read_json
 
-MAX_BYTES = (
-    64 << 20
-)  # maximum size of a JSON file of an encoder; a tokenizer with many added tokens has some MB
+# maximum size of a JSON file of an encoder; a tokenizer with many added tokens has some MB
+MAX_BYTES = 64 << 20
 SECONDS = 4
 """Maximum number of seconds to wait for an answer of the Hub, including the look-up of its
 address.
@@ -87,15 +86,15 @@ def _failure(endpoint: str) -> str:
             except requests.RequestException as error:
                 found.append(f"{endpoint} does not answer ({type(error).__name__})")
 
-        thread = Thread(
-            target=ask, daemon=True
-        )  # a thread, because the look-up of an address has no time limit
+        # a thread, because the look-up of an address has no time limit
+        thread = Thread(target=ask, daemon=True)
         thread.start()
         thread.join(SECONDS)
+        # a later answer to this request changes nothing
         _failures[endpoint] = (
             found[-1],
             time.monotonic(),
-        )  # a later answer to this request changes nothing
+        )
     return _failures[endpoint][0]
 
 

@@ -26,9 +26,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from contaccum.errors import InputError, Interrupted
 from contaccum.runtime.launch import local_place, process_place
 
-MESSAGE_BYTES = (
-    25 * 2**20
-)  # size of a message with gradients; DistributedDataParallel has the same default
+# size of a message with gradients; DistributedDataParallel has the same default
+MESSAGE_BYTES = 25 * 2**20
 
 
 class Processes:

@@ -68,9 +68,8 @@ def shard(
         ]
         for parameter in parameters:
             parameter.data = parameter.data.to(processes.device)
-            scales = getattr(
-                parameter, "quant_state", None
-            )  # scales of 4-bit weights are not divided
+            # scales of 4-bit weights are not divided
+            scales = getattr(parameter, "quant_state", None)
             if scales is not None:
                 scales.to(processes.device)
         processes.copy_from_main([parameter.data for parameter in parameters])
@@ -133,9 +132,8 @@ def full(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor from all processes. Other tensors are returned unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
-    on_device = tensor.detach().to(
-        tensor.device_mesh.device_type
-    )  # an offloaded part is on the CPU
+    # an offloaded part is on the CPU
+    on_device = tensor.detach().to(tensor.device_mesh.device_type)
     assert isinstance(on_device, DTensor)
     return on_device.full_tensor()
 

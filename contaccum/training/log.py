@@ -153,9 +153,8 @@ def mean_losses(
         for value in values.values()
         if isinstance(value, torch.Tensor)
     ]
-    numbers = iter(
-        torch.stack(on_device).tolist()
-    )  # one copy, because each copy waits for the device
+    # one copy, because each copy waits for the device
+    numbers = iter(torch.stack(on_device).tolist())
     for values in logged:
         for name, value in values.items():
             if isinstance(value, torch.Tensor):

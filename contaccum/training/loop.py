@@ -114,9 +114,8 @@ class Training:
 
         # encoder
         sharded = config.run.sharding == "fsdp"
-        device = (
-            torch.device("cpu") if sharded else engine.device
-        )  # a device may be too small for all weights
+        # a device may be too small for all weights
+        device = torch.device("cpu") if sharded else engine.device
         changed: list[str] = []  # settings of the encoder that differ from those in the checkpoint
         if checkpoint:
             self.encoder, changed = parts.saved_encoder(config, checkpoint.folder / "model", device)
@@ -451,9 +450,8 @@ class Training:
                 "dev": self.dev.fingerprint(),
             }
         self.log.evaluation(self.done, metrics["mean"])
-        self.evaluated = (
-            self.done
-        )  # not earlier: if saving the model fails, a resumed run evaluates this step again
+        # not earlier: if saving the model fails, a resumed run evaluates this step again
+        self.evaluated = self.done
         self.log.say(
             f"step {self.done}: dev {name} {score:.4f}{' (best so far)' if better else ''}"
         )

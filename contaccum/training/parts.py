@@ -81,9 +81,8 @@ def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> En
     for name in ("query_prefix", "passage_prefix"):
         of_model = getattr(settings, name)
         in_config = getattr(config.model, name)
-        used = (
-            set()
-        )  # prefixes in training; a data set without its own prefix uses that of the model
+        # prefixes in training; a data set without its own prefix uses that of the model
+        used = set()
         for member in config.data.mixture:
             prefix = getattr(member, name)
             used.add(of_model if prefix is None else prefix)
@@ -219,9 +218,8 @@ def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet) -> Pai
         rules = replace(rules, margin=loss.guide_margin, guide=guide, key=key)
     separate = [not member.in_batch_negatives for member in train_set.members]
     if any(separate):
-        flags = np.repeat(
-            separate, [len(member.set.queries) for member in train_set.members]
-        )  # (queries,)
+        # (queries,)
+        flags = np.repeat(separate, [len(member.set.queries) for member in train_set.members])
         rules = replace(
             rules, separate=torch.from_numpy(flags), key=f"{rules.key} separate {separate}".strip()
         )

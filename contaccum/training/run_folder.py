@@ -265,9 +265,8 @@ class State:
     format_version: int
     step: int  # number of finished steps
     identity: dict[str, Any]  # result of ``run_identity``
-    best: dict[
-        str, Any
-    ]  # step, score, metric and dev set of the best evaluation; empty before the first one
+    # step, score, metric and dev set of the best evaluation; empty before the first one
+    best: dict[str, Any]
     evaluated: int  # step of the last evaluation
     scaler: dict[str, Any]  # state of the loss scaler; empty without fp16
     micro_batch: dict[str, Any]  # micro-batch sizes, see ``MicroBatchSize``
@@ -338,9 +337,8 @@ def _fault(folder: Path) -> str | None:
         manifest = read_json(folder / MANIFEST, dict[str, WrittenFile])
         files = files_in(folder)
         for name, expected in manifest.items():
-            path = files.pop(
-                name, None
-            )  # never open a name from the manifest: it could point outside the folder
+            # never open a name from the manifest: it could point outside the folder
+            path = files.pop(name, None)
             if path is None:
                 return f"{name} is missing"
             if path.stat().st_size != expected["size"]:

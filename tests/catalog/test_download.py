@@ -289,9 +289,8 @@ def test_a_file_of_dpr_is_fetched_whole_and_kept_as_it_came(server, tmp_path, mo
     (server.folder / "data" / "retriever" / "nq-test.qa.csv").write_text("who\t['she']\n")
     questions = dpr_file("nq-test-questions", tmp_path / "cache", base_url=server.url)
     assert next(read_questions(questions)).answers == ["she"]
-    monkeypatch.setenv(
-        "CONTACCUM_CACHE", str(tmp_path)
-    )  # by name, from the cache: nothing is fetched
+    # by name, from the cache: nothing is fetched
+    monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path))
     (tmp_path / "cache").rename(tmp_path / "dpr")
     assert open_train_set("dpr/nq-train").queries["text"][:] == ["q"]
     with pytest.raises(

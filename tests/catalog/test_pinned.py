@@ -335,12 +335,13 @@ def test_queries_of_several_splits_over_one_corpus_are_written_once(hub):
         "queries": {split: (f"queries/{split}.jsonl", columns) for split, columns in queries.items()},
     })  # fmt: skip
     folder = fetch("mteb/SciFact", "train")
+    # dev has no queries
     assert left(folder) == [
         "corpus.jsonl",
         "qrels/test.tsv",
         "qrels/train.tsv",
         "queries.jsonl",
-    ]  # dev has no queries
+    ]
     assert [
         json.loads(line)["_id"] for line in (folder / "queries.jsonl").read_text().splitlines()
     ] == ["q0", "q1"]
@@ -438,9 +439,8 @@ def test_hub_and_mteb_read_the_same_strings_from_texts_like_dates(ending, hub):
         assert found.qrels == {"2020-02-02": {"2020-01-01": 1}}
         assert found.queries == {"2020-02-02": "2021-03-03"}
         assert found.corpus[0] == {"id": "2020-01-01", "title": "", "text": "1999-12-31"}
-    other = load_dataset(
-        "json", data_files=str(root / f"c{ending}"), split="train", streaming=True
-    )  # negative control
+    # negative control
+    other = load_dataset("json", data_files=str(root / f"c{ending}"), split="train", streaming=True)
     assert next(iter(other))["_id"] == datetime.datetime(2020, 1, 1)
 
 

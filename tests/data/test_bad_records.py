@@ -34,11 +34,12 @@ class Form(NamedTuple):
     sound: list[str]
     bad: list[str | bytes]
     head: str = ""
+    # before, between and behind records, where they are not lines
     joined: tuple[str, str, str] = (
         "",
         "",
         "",
-    )  # before, between and behind records, where they are not lines
+    )
 
 
 def second(rows):

@@ -78,9 +78,8 @@ def test_damaged_tables_are_built_again(kind, file, damage, tmp_path):
     written = rows(reread(tmp_path, kind))
     stamp = (folder / file).stat().st_mtime_ns
     assert rows(reread(tmp_path, kind)) == written
-    assert (
-        folder / file
-    ).stat().st_mtime_ns == stamp  # negative control: a sound table is used again
+    # negative control: a sound table is used again
+    assert (folder / file).stat().st_mtime_ns == stamp
     damage(folder / file)
     with pytest.warns(
         UserWarning, match=f"{folder.name}: the cached tables are damaged and are built again"
@@ -143,9 +142,8 @@ commands.convert(*sys.argv[2:], split="test")
 def test_the_next_conversion_removes_what_a_killed_one_left(to, call, tmp_path):
     target = tmp_path / "out" / "set"
     source = tmp_path / "d" if to == "jsonl" else tmp_path / "pairs.jsonl"
-    assert (
-        main(["data", "check", str(source)]) == 0
-    )  # the cache is warm: every call below is one of the conversion
+    # the cache is warm: every call below is one of the conversion
+    assert main(["data", "check", str(source)]) == 0
     target.parent.mkdir()
     killed = subprocess.run(
         [python(), "-c", KILLED, str(call), source, target, to], check=False, capture_output=True

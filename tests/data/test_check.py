@@ -36,9 +36,8 @@ def test_check_reads_only_the_chosen_split(tmp_path):
 
 def test_hidden_files_are_no_splits(tmp_path):
     beir(tmp_path)
-    write(
-        tmp_path / "qrels" / "._train.tsv", "\0\5\26\7"
-    )  # macOS writes such a file to disks of other systems
+    # macOS writes such a file to disks of other systems
+    write(tmp_path / "qrels" / "._train.tsv", "\0\5\26\7")
     assert list(check(tmp_path)["splits"]) == ["train"]
 
 

@@ -201,9 +201,8 @@ def test_hard_negatives_that_a_query_lacks_are_missing_without_fill(recwarn):
         assert passages[: 1 + count].tolist() == random[: 1 + count].tolist()
         assert passages[1 + count :].tolist() == [MISSING] * (2 - count)
         assert MISSING not in random
-    StepSampler(
-        numbers([[0], [0, 1]], [[], []], 3), 0, 2, 2, fill="none"
-    )  # no other passage is needed
+    # no other passage is needed
+    StepSampler(numbers([[0], [0, 1]], [[], []], 3), 0, 2, 2, fill="none")
 
 
 def test_too_few_passages_for_the_hard_negatives_are_refused():

@@ -28,9 +28,8 @@ def files(tmp_path, monkeypatch):
     for folder in (".", "d"):
         (Path(folder) / "collection.tsv").write_text(lines(PASSAGES))
         (Path(folder) / "queries.tsv").write_text(lines(QUERIES))
-    Path("d/qrels/dev.tsv").write_text(
-        "121352 0 5 1\n634306 0 12 1\n"
-    )  # the form of qrels.dev.small.tsv
+    # the form of qrels.dev.small.tsv
+    Path("d/qrels/dev.tsv").write_text("121352 0 5 1\n634306 0 12 1\n")
 
 
 def lines(texts: dict[str, str]) -> str:

@@ -56,10 +56,11 @@ def test_an_empty_text_has_tokens():
         single="$A", special_tokens=[]
     )
     built = build_token_table(table, ["text"], plain, max_length=8, fingerprint="f")
+    # a padding token, as in encoding
     assert [row.tolist() for row in built.rows([0, 1])] == [
         [0],
         [4],
-    ]  # a padding token, as in encoding
+    ]
 
 
 def test_an_id_without_word_embedding_is_refused(monkeypatch):
@@ -78,9 +79,8 @@ def test_every_part_of_the_cache_key_counts(monkeypatch):
     table, make = texts(20), tokenizer()
     base = {"max_length": 6, "prefix": "", "fingerprint": "f"}
     build_token_table(table, ["text"], make, **base)
-    make(
-        ["alpha beta"], padding=True, truncation=True, max_length=3
-    )  # leaves its padding behind in the tokenizer
+    # leaves its padding behind in the tokenizer
+    make(["alpha beta"], padding=True, truncation=True, max_length=3)
     with monkeypatch.context() as patch:
         patch.setattr(tokens, "column_batches", lambda *_: pytest.fail("tokenised again"))
         build_token_table(table, ["text"], make, **base)

@@ -335,9 +335,8 @@ def test_duckdb_finds_what_search_finds(place):
         assert [score for _, score in theirs[query]] == pytest.approx(
             [score for _, score in hits], abs=1e-6
         )
-    assert [passage for passage, _ in theirs["q0"]] != [
-        passage for passage, _ in ours["q1"]
-    ]  # negative control
+    # negative control
+    assert [passage for passage, _ in theirs["q0"]] != [passage for passage, _ in ours["q1"]]
     texts = dict(duckdb.sql("SELECT id, text FROM 'passages/*.parquet'").fetchall())
     assert texts["p3"] == "bear a white bear lives in valley 3"
     assert {

@@ -45,9 +45,8 @@ def test_every_setting_of_a_table_exists(page):
     text = page.read_text()
     assert len(options(text)) >= 9
     assert wrong_names(text) == []
-    assert (
-        wrong_names(text.replace("`batch.global_batch_size`", "`batch.globl_size`")) != []
-    )  # negative control
+    # negative control
+    assert wrong_names(text.replace("`batch.global_batch_size`", "`batch.globl_size`")) != []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -122,9 +122,8 @@ def test_grad_cache_gradients_equal_in_batch_with_adapters(tmp_path):
     whole = MicroBatch(queries, passages, ids, [name for part in parts for name in part.query_ids])
     joined = run_steps("in_batch", [[whole]], encoder=encoder)[0]
     assert largest_difference(run_steps("grad_cache", [parts], encoder=encoder)[0], joined) < 1e-5
-    assert (
-        largest_difference(run_steps("grad_accum", [parts], encoder=encoder)[0], joined) > 1e-2
-    )  # the control
+    # the control
+    assert largest_difference(run_steps("grad_accum", [parts], encoder=encoder)[0], joined) > 1e-2
 
 
 def test_set_dropout_keeps_lora_dropout(tmp_path):
@@ -218,9 +217,8 @@ def test_saved_adapter_gives_equal_vectors_in_every_library(family, tie, tmp_pat
     assert len(shared) >= len(bases(ours))
     theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu")
     assert apart(loaded, theirs) < 1e-6
-    assert (
-        apart(loaded, DualEncoder.load(folder, **SIZE)) > 0.01
-    )  # negative control: the base alone
+    # negative control: the base alone
+    assert apart(loaded, DualEncoder.load(folder, **SIZE)) > 0.01
     alone = SentenceTransformer(str(tmp_path / "model" / "query_encoder"), device="cpu")
     np.testing.assert_allclose(alone.encode(TEXTS), ours.encode_queries(TEXTS), atol=1e-6)
     theirs.save(str(tmp_path / "theirs"), create_model_card=False)
@@ -255,9 +253,8 @@ def test_merged_model_has_equal_vectors_and_no_adapter(tmp_path, capsys):
     assert apart(merged, SentenceTransformer(str(tmp_path / "merged"), device="cpu")) < 1e-6
     query, passage = (dict(tower.named_parameters()) for tower in merged.towers)
     name = "backbone.layers.0.self_attn.q_proj.weight"
-    assert not torch.equal(
-        query[name], passage[name]
-    )  # neither took the other's adapter into a common weight
+    # neither took the other's adapter into a common weight
+    assert not torch.equal(query[name], passage[name])
     assert main(["merge", str(tmp_path / "model"), str(tmp_path / "merged")]) == 2
     assert main(["merge", str(tmp_path / "merged"), str(tmp_path / "again")]) == 2
     assert (

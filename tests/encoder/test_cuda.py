@@ -122,9 +122,8 @@ def test_a_step_waits_for_the_device_only_where_it_must():
     engine = Engine(device="auto", precision="bf16")
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
     bank = make_bank(16, encoder.dim, loss, push=4, device=engine.device, hard_negatives=1)
-    METHODS["cont_accum"](
-        engine, micro_batches(3, 4, 1), bank, loss
-    )  # the first step loads kernels
+    # the first step loads kernels
+    METHODS["cont_accum"](engine, micro_batches(3, 4, 1), bank, loss)
     engine.drop_step()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -60,10 +60,11 @@ def test_end_token_is_saved_if_the_tokenizer_class_rebuilds_its_post_processor(t
     again = DualEncoder.load(tmp_path / "saved")
     assert end_of(encoder) == end_of(again) == "[SEP]"
     np.testing.assert_array_equal(again.encode_queries(TEXTS), encoder.encode_queries(TEXTS))
+    # as in the original class
     assert again.query_tower.tokenizer.model_input_names == [
         "input_ids",
         "attention_mask",
-    ]  # as in the original class
+    ]
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
@@ -120,9 +121,8 @@ def test_bidirectional_families_get_no_second_end_token(tmp_path):
     assert encoder.settings.pooling == "mean"
     tokenizer = encoder.query_tower.tokenizer
     append_eos(tokenizer)
-    assert (
-        tokenizer("fox")["input_ids"].count(tokenizer.sep_token_id) == 1
-    )  # it ends texts by itself
+    # it ends texts by itself
+    assert tokenizer("fox")["input_ids"].count(tokenizer.sep_token_id) == 1
 
 
 def test_padding_side_does_not_change_vectors(folder):
@@ -140,9 +140,8 @@ def test_padding_side_does_not_change_vectors(folder):
         blind = Tokens(
             tokens.input_ids, tokens.attention_mask.new_ones(tokens.attention_mask.shape)
         )
-        assert (
-            np.abs(encoder.embed(tower, blind).detach().numpy() - alone).max() > 1e-2
-        )  # the control
+        # the control
+        assert np.abs(encoder.embed(tower, blind).detach().numpy() - alone).max() > 1e-2
 
 
 @pytest.mark.parametrize(

@@ -107,9 +107,8 @@ def test_a_text_has_room_for_special_tokens_and_one_more(family, tmp_path):
     found = DualEncoder.load(folder, max_query_length=least, max_passage_length=9).encode_queries(
         ["a red fox", "a sea"]
     )
-    np.testing.assert_allclose(
-        found[0], found[1], atol=1e-6
-    )  # both texts are truncated to their first word
+    # both texts are truncated to their first word
+    np.testing.assert_allclose(found[0], found[1], atol=1e-6)
     with pytest.raises(
         InputError, match=f"max_query_length is {least - 1}; expected {least} (to|or more)"
     ):
@@ -311,9 +310,8 @@ def test_half_precision_weights_load_as_float32(tmp_path):
 
 def test_batch_size_does_not_change_vectors_or_order():
     encoder = words_encoder()
-    one = encoder.encode_passages(
-        TEXTS, batch_tokens=1
-    )  # every text is longer, so each passes alone
+    # every text is longer, so each passes alone
+    one = encoder.encode_passages(TEXTS, batch_tokens=1)
     np.testing.assert_allclose(encoder.encode_passages(TEXTS, batch_tokens=20), one, atol=1e-6)
     assert one.dtype == np.float32
     assert encoder.encode_queries([]).shape == (0, 32)

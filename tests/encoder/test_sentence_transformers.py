@@ -203,10 +203,11 @@ def test_router_with_different_sides_loads(tmp_path):
     assert max(differences(ours, theirs)) < 1e-6
     with pytest.raises(InputError, match="has two different encoders"):
         DualEncoder.load(tmp_path / "theirs", tie_towers=True)
+    # routes that do not bear the names of their sides
     mapped = {
         ("query", "text"): "document",
         ("document", None): "query",
-    }  # routes that do not bear the names of their sides
+    }
     theirs = SentenceTransformer(
         modules=[Router(routes, route_mappings=mapped), Normalize()], device="cpu"
     )

@@ -50,9 +50,8 @@ def family_encoder(family: str, pooling: str = "mean", **config) -> DualEncoder:
     """Tied towers with two random layers of a family."""
     torch.manual_seed(0)
     made = AutoConfig.for_model(family, **SIZES, **NAMES.get(family, USUAL), **config)
-    tower = Tower(
-        AutoModel.from_config(made), wordpiece_tokenizer([], 5), pooling
-    )  # special tokens only
+    # special tokens only
+    tower = Tower(AutoModel.from_config(made), wordpiece_tokenizer([], 5), pooling)
     return DualEncoder(
         tower, tower, EncoderSettings(max_query_length=16, max_passage_length=16, tie_towers=True)
     )

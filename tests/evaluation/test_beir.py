@@ -47,9 +47,8 @@ def made_task(seed: int = 0, queries: int = 40, passages: int = 60):
 
 def beirs(qrels, run) -> dict[str, float]:
     results = {query: dict(hits) for query, hits in run.items()}
-    parts = EvaluateRetrieval.evaluate(
-        qrels, results, list(CUTOFFS)
-    )  # drops identical ids from ``results`` itself
+    # drops identical ids from ``results`` itself
+    parts = EvaluateRetrieval.evaluate(qrels, results, list(CUTOFFS))
     values = {key.lower(): value for part in parts for key, value in part.items()}
     values |= {
         key.lower(): value
@@ -262,9 +261,8 @@ def test_beir_refuses_what_it_cannot_run(tmp_path, capsys):
     for option, value in options.items():
         assert main([*call, "--model", str(model), f"--{option}", str(value)]) == 2
         assert f"{option} is {value!r}; evaluator beir supports only" in capsys.readouterr().err
-    assert (
-        main([*call, "--model", str(model), "--batch_tokens", "64"]) == 0
-    )  # control: an option that it can use
+    # control: an option that it can use
+    assert main([*call, "--model", str(model), "--batch_tokens", "64"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -323,9 +323,8 @@ def test_two_run_files_are_tested_query_by_query(tmp_path, capsys):
     assert read_run(one).keys() == run.keys()
     short = tmp_path / "short.trec"
     write_run(short, {query: hits[:3] for query, hits in run.items()})
-    assert (
-        main([*call, "--against", str(short)]) == 0
-    )  # three passages answer ndcg@10: nothing relevant stands behind them
+    # three passages answer ndcg@10: nothing relevant stands behind them
+    assert main([*call, "--against", str(short)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"ndcg@10 +0.0000 against {short}")
     found = evaluate_run_file(str(short), qrels)["mean"]
     assert {int(name.split("@")[1]) for name in found} == {1, 3, 5, 10}

@@ -63,9 +63,8 @@ def test_no_difference_at_all_is_no_evidence():
 
 def test_rounding_errors_of_means_over_seeds_are_no_differences():
     values = np.random.default_rng(0).random((5, 30)).round(4)
-    shuffled = np.random.default_rng(1).permuted(
-        values, axis=0
-    )  # the same values in another order of seeds
+    # the same values in another order of seeds
+    shuffled = np.random.default_rng(1).permuted(values, axis=0)
     assert np.any(values.mean(0) != shuffled.mean(0))
     ours, theirs = (
         {
@@ -152,9 +151,8 @@ def test_a_system_without_seeds_stands_against_each_seed():
     seedless = {None: system(rng, 0, 1)[0]}
     assert compare(system(rng, 0.5, 4), seedless, "ndcg@10").p_both < 0.05
     assert compare(seedless, seedless, "ndcg@10").p_both is None
-    assert (
-        compare(system(rng, 0.5, 4), system(rng, 0, 1), "ndcg@10").p_both is None
-    )  # one common seed: its luck is unknown
+    # one common seed: its luck is unknown
+    assert compare(system(rng, 0.5, 4), system(rng, 0, 1), "ndcg@10").p_both is None
 
 
 def test_other_queries_and_unknown_measures_are_refused():

@@ -500,9 +500,8 @@ def test_runs_get_the_steps_that_the_budget_pays_for(tuned_study):
         run = tuned_study / "tuning" / f"{name}-1of3"
         rates = [line["learning_rate"] for line in read_log(run) if "loss" in line]
         assert len(rates) == count
-        assert rates[-1] == pytest.approx(
-            rates[0] / count
-        )  # the linear schedule ends with this run
+        # the linear schedule ends with this run
+        assert rates[-1] == pytest.approx(rates[0] / count)
         assert not (run / "model").exists()
     found = read_json(tuned_study / "compare.json")
     (tuned,) = found["tuned"]
@@ -630,9 +629,8 @@ def test_a_killed_run_does_not_show_the_message_of_an_earlier_call(tmp_path, cap
         assert words in outcome.last_line
         assert "data.dev" not in outcome.last_line
     assert "a-seed0: exit code 1, no message" in capsys.readouterr().err
-    assert job.log.read_text().startswith(
-        "contaccum: data.dev"
-    )  # the earlier messages stay in the file
+    # the earlier messages stay in the file
+    assert job.log.read_text().startswith("contaccum: data.dev")
 
 
 def test_methods_vary_only_over_settings_that_they_use():

@@ -25,9 +25,8 @@ def folder(tmp_path):
             json.dumps({"_id": p, "title": f"t {p}", "text": f"text {p}"}) + "\n" for p in passages
         )
     )
-    texts = [
-        f"Question {n // 2 if n < 10 else n}" for n in range(40)
-    ]  # the first ten are five pairs
+    # the first ten are five pairs
+    texts = [f"Question {n // 2 if n < 10 else n}" for n in range(40)]
     (data / "queries.jsonl").write_text(
         "".join(json.dumps({"_id": f"q{n}", "text": t}) + "\n" for n, t in enumerate(texts))
     )

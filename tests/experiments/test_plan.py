@@ -76,18 +76,16 @@ def test_sizes_that_run_out_of_memory_on_a_gpu_with_the_budget_do_not_fit(tmp_pa
     most = 0.0
     assert [probe.peak(16, 64, budget) for budget in (2300, 2301)] == [pytest.approx(1576.064)] * 2
     assert [probe.peak(32, 64, budget) for budget in (2300, 2301)] == [math.inf, None]
-    assert (
-        largest_micro_batch(probe, 2300).size == 16
-    )  # a line through 2 and 4 pairs predicts that 32 fit
+    # a line through 2 and 4 pairs predicts that 32 fit
+    assert largest_micro_batch(probe, 2300).size == 16
     assert largest_micro_batch(probe, 2301).size == 32
     probe.config = replace(probe.config, method="in_batch")
     none = largest_micro_batch(probe, 2300)
     assert none.size is None
     assert none.peak >= 2300
     probe.config = replace(probe.config, batch=replace(probe.config.batch, micro_batch_size=32))
-    assert (
-        largest_micro_batch(probe, 2300).measured == 16
-    )  # 32, 64 and 128 pairs do not fit: 16 and 8 are measured
+    # 32, 64 and 128 pairs do not fit: 16 and 8 are measured
+    assert largest_micro_batch(probe, 2300).measured == 16
     probe.config = replace(probe.config, method="cont_accum")
     assert 250_064 < largest_bank(probe, 64, 4, 2300) <= 255_000
     assert largest_bank(probe, 64, 4, 2301) > 1_000_000
@@ -147,9 +145,8 @@ DEMO = [
 
 
 def test_plan_command_measures_and_writes_json(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv(
-        "MALLOC_MMAP_THRESHOLD_", "65536"
-    )  # freed memory goes back, so the peak is a line in B
+    # freed memory goes back, so the peak is a line in B
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     output = tmp_path / "plan.json"
     extra = ["--methods", "cont_accum", "--memory", "4GB", "--output", str(output)]
     assert main(["plan", *DEMO, *extra]) == 0
@@ -211,9 +208,8 @@ def test_peak_is_measured_with_the_longest_query_and_the_longest_passage(tmp_pat
             lines[row]["text"] += " " + words
         (data / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     changes = {"batch.global_batch_size": 4, "batch.micro_batch_size": 2, "data.hard_negatives": 0}
-    monkeypatch.setattr(
-        "datasets.arrow_dataset.Column.__iter__", None
-    )  # takes 20 s for a million strings
+    # takes 20 s for a million strings
+    monkeypatch.setattr("datasets.arrow_dataset.Column.__iter__", None)
     queries = Probe(train_config(data, tmp_path / "run", "cont_accum", **changes)).longest.queries[
         "text"
     ][:]

@@ -307,9 +307,8 @@ def test_mean_deviation_and_reference_equal_hand_computed_values(tmp_path):
     ]
     runs = {run.folder for group in groups if group.method == "cont_accum" for run in group.runs}
     found = differences(groups, "ndcg@10", runs)
-    assert {one.reference.label for one in found} == {
-        "cont_accum size=24"
-    }  # the best of the method's settings
+    # the best of the method's settings
+    assert {one.reference.label for one in found} == {"cont_accum size=24"}
     assert [round(one.found.difference, 4) for one in found] == [-0.2, -0.095]
     assert all(one.p_permutation >= one.found.p_permutation for one in found)
     assert found[0].p_permutation == pytest.approx(min(1.0, 2 * found[0].found.p_permutation))
@@ -364,9 +363,8 @@ def test_each_global_batch_size_has_its_own_reference(tmp_path):
         ("b", "a"),
         ("d", "c"),
     ]
-    across = differences(
-        groups, "ndcg@10", reference, equal_batch=False
-    )  # as at equal budget: one reference for all
+    # as at equal budget: one reference for all
+    across = differences(groups, "ndcg@10", reference, equal_batch=False)
     assert len({one.reference.label for one in across}) == 1
     assert len(across) == 3
 

@@ -66,14 +66,12 @@ def test_other_units_give_the_steps_computed_by_hand():
         assert steps("300u", method, 64) == 300
         assert steps("600s", method, 64, seconds=2.5) == 240
     assert steps("6144f", "grad_cache", 16) == 102  # 6144 / (16 * 4 - 4) = 102.4
-    assert (
-        steps("6144f", "grad_cache", 16, micro_batch_size=8) == 109
-    )  # 6144 / (16 * 4 - 8) = 109.7
+    # 6144 / (16 * 4 - 8) = 109.7
+    assert steps("6144f", "grad_cache", 16, micro_batch_size=8) == 109
     assert steps("6144f", "grad_cache", 16, micro_batch_tokens=512) == 96  # 6144 / (16 * 4)
     assert steps("6144f", "grad_cache", 64, part=Fraction(1, 3)) == 8
-    assert (
-        steps("110f", "grad_cache", 5, 0.4) == 10
-    )  # 1 + 3 * 0.4 is 2.2000000000000002 in floating point
+    # 1 + 3 * 0.4 is 2.2000000000000002 in floating point
+    assert steps("110f", "grad_cache", 5, 0.4) == 10
 
 
 def test_budget_that_pays_for_no_step_is_refused():
@@ -149,9 +147,8 @@ def test_failed_combinations_are_no_candidates():
 
 def test_optimum_at_the_edge_of_a_range_is_marked():
     assert halved(3).edges() == ["optim.learning_rate"]
-    assert (
-        halved(3, score=lambda rate, share: -abs(rate - 2e-5)).edges() == []
-    )  # negative control: in the middle
+    # negative control: in the middle
+    assert halved(3, score=lambda rate, share: -abs(rate - 2e-5)).edges() == []
     shares = Variant(
         "r", "grad_cache", (), tuple((("replay.share", value),) for value in ("0.5", "0.7", "1"))
     )

@@ -134,9 +134,8 @@ def test_trainer_steps_equal_our_loop(
     train(config)
     own = np.array([line["loss"] for line in read_log(tmp_path / "own")])
     loss = {"temperature": temperature, **options}
-    shape = (
-        {"batch": N, "accumulate": 1} if "mini_batch_size" in options else {}
-    )  # then a step is one batch, in pieces
+    # then a step is one batch, in pieces
+    shape = {"batch": N, "accumulate": 1} if "mini_batch_size" in options else {}
     found = take(model, rows, tmp_path / "theirs", loss=loss, **shape)
     means = found.losses.mean(1)
     assert np.abs(means - own).max() < 1e-5
@@ -221,9 +220,8 @@ def test_resumed_run_restores_the_bank(data, plain, tmp_path):
     )
     assert weights_apart(other.encoder, whole.encoder) == 0
     tensors, numbers = read_bank(moved)
-    write_bank(
-        moved, (tensors, {**numbers, "stored": 4, "pointer": 4})
-    )  # negative control: most rows forgotten
+    # negative control: most rows forgotten
+    write_bank(moved, (tensors, {**numbers, "stored": 4, "pointer": 4}))
     poorer = take(
         model, rows, tmp_path / "poorer", str(moved), **saving, resume_from_checkpoint=str(moved)
     )
@@ -253,9 +251,8 @@ def test_half_precision_training_stores_float32(data, plain, tmp_path):
     train(config)
     own = np.array([line["loss"] for line in read_log(tmp_path / "own")])
     assert np.abs(half.losses.mean(1) - own).max() < 1e-4
-    assert (
-        np.abs(half.losses - whole.losses).max() > 1e-5
-    )  # negative control: something was rounded
+    # negative control: something was rounded
+    assert np.abs(half.losses - whole.losses).max() > 1e-5
     bank = half.trainer.loss.bank_loss.bank
     assert bank.queries.dtype == torch.float32
     assert torch.isfinite(bank.passages).all()
@@ -327,9 +324,8 @@ def test_equal_passages_are_masked(plain):
         columns = torch.cat([matrix, matrix], 1)  # the bank holds the same rows again
         if mask:
             columns[torch.arange(3), torch.arange(3, 6)] = -torch.inf
-        right = torch.nn.functional.cross_entropy(
-            columns, torch.arange(3)
-        ).item()  # bank rows mirror the current ones
+        # bank rows mirror the current ones
+        right = torch.nn.functional.cross_entropy(columns, torch.arange(3)).item()
         assert loss(features).item() == pytest.approx(right, abs=1e-5)
 
 

@@ -62,9 +62,8 @@ def test_the_ring_holds_the_newest_rows_and_their_exact_sums(story):
 
 def assert_alike(bank: Bank, slow: SlowBank, mask: bool) -> None:
     assert bank.fill == len(slow.rows)
-    order = [
-        (bank.pointer - len(slow.rows) + place) % bank.size for place in range(len(slow.rows))
-    ]  # oldest first
+    # oldest first
+    order = [(bank.pointer - len(slow.rows) + place) % bank.size for place in range(len(slow.rows))]
     assert bank.column_ids[order].tolist() == [ids for _, _, ids, *_ in slow.rows]
     assert [set(row) - {NO_PASSAGE} for row in bank.positives[order].tolist()] == [
         known for _, _, _, known, *_ in slow.rows

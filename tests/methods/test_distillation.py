@@ -133,9 +133,8 @@ def test_the_methods_keep_their_equivalences(kind):
         ("cont_cache", cached),
     ):
         assert largest_difference(run(method)[0], twin[0]) == 0
-    others = [
-        taught(batches, 7 + number) for number, batches in enumerate(data)
-    ]  # control: another teacher
+    # control: another teacher
+    others = [taught(batches, 7 + number) for number, batches in enumerate(data)]
     for method in METHODS:
         banked = {"bank_size": 16, "push": 16}
         assert (

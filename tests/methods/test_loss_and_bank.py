@@ -132,9 +132,8 @@ def test_the_push_gives_the_same_with_and_without_the_logits_of_the_loss(size, o
         return computed
 
     assert differences(size, pushes=24, handed_over=note, **options) < SAME
-    assert [logits is None for logits in given] == [True] + 23 * [
-        False
-    ]  # only the first bank is empty
+    # only the first bank is empty
+    assert [logits is None for logits in given] == [True] + 23 * [False]
     assert differences(size, pushes=24, handed_over=lambda _: (), **options) < SAME
 
 
@@ -285,9 +284,8 @@ def test_memory_beyond_the_bank_is_at_most_15_percent(dim, monkeypatch):
 
     inside, opening = step(b), step(width)
     assert inside < opening < 0.15 * held
-    monkeypatch.setattr(
-        "contaccum.methods.bank.MIN_CHUNK", 1 << 30
-    )  # negative control: chunks as large as the loss's
+    # negative control: chunks as large as the loss's
+    monkeypatch.setattr("contaccum.methods.bank.MIN_CHUNK", 1 << 30)
     assert step(width) > 0.15 * held
 
 
@@ -401,9 +399,8 @@ def test_two_rows_by_hand():
     same = InfoNCE(1.0)(
         unit, unit.unsqueeze(1), RowIds(torch.tensor([[0], [0]]), torch.tensor([[0], [0]]))
     )
-    assert (
-        same.value.item() == 0
-    )  # the other row's passage is this row's positive: nothing is left to compare with
+    # the other row's passage is this row's positive: nothing is left to compare with
+    assert same.value.item() == 0
     assert same.statistics["negatives"] == 0
     assert same.statistics["masked"] == 1
 
@@ -412,9 +409,8 @@ def test_two_rows_by_hand():
 @pytest.mark.parametrize("passages", [3, 25, 10**6])
 def test_an_index_finds_the_pairs_of_the_full_comparison(rows, columns, passages):
     generator = torch.Generator().manual_seed(rows + passages)
-    positives = torch.randint(
-        NO_PASSAGE, passages, (rows, 4), generator=generator
-    )  # with repeats and padding
+    # with repeats and padding
+    positives = torch.randint(NO_PASSAGE, passages, (rows, 4), generator=generator)
     column_ids = torch.randint(NO_PASSAGE, passages, (columns,), generator=generator)
     index = IdIndex()
     index.add(7, column_ids.unsqueeze(1))
@@ -500,9 +496,8 @@ def test_a_bank_read_under_other_settings_has_their_sums(changed):
     new, deceived = bank(**changed), bank(**changed)
     assert new.sums.table.shape == old.sums.table.shape
     new.load_state(tensors, numbers)
-    deceived.load_state(
-        tensors, {**numbers, "sums_of": deceived.state()[1]["sums_of"]}
-    )  # negative control
+    # negative control
+    deceived.load_state(tensors, {**numbers, "sums_of": deceived.state()[1]["sums_of"]})
     found = [(apart(new), apart(deceived))]
     for number in range(3):
         for each in (new, deceived):

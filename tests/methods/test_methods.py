@@ -105,9 +105,8 @@ def test_a_bank_emptied_after_each_step_holds_this_step_alone():
         frozen = InfoNCE(0.1)
         encoder = copy.deepcopy(start).train()
         engine = Engine(device="cpu")
-        engine.prepare(
-            encoder, torch.optim.SGD(encoder.parameters(), lr=0.0)
-        )  # the weights stay, only the bank can tell
+        # the weights stay, only the bank can tell
+        engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.0))
         bank = make_bank(16, encoder.dim, frozen, push=4, keep=keep)
         for step in (opening, second):
             METHODS["cont_accum"](engine, step, bank, frozen)

@@ -14,10 +14,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 
+# largest relative difference of a gradient that rounding can cause
 TOLERANCE = {
     "fp32": 1e-4,
     "bf16": 5e-2,
-}  # largest relative difference of a gradient that rounding can cause
+}
 DEVICE = "auto"
 
 

@@ -253,9 +253,8 @@ def test_rules_apply_to_each_matryoshka_width(method, name):
     )
     assert largest_difference(fast, slow) < 2e-4
     assert losses == pytest.approx(slow_losses, rel=1e-5)
-    plain = Objective(
-        InfoNCE(TEMPERATURE, rules=PairRules(missing=True)), matryoshka
-    )  # negative control
+    # negative control
+    plain = Objective(InfoNCE(TEMPERATURE, rules=PairRules(missing=True)), matryoshka)
     assert largest_difference(fast_steps(method, data, encoder, plain)[0], slow) > 1e-3
 
 

@@ -147,9 +147,8 @@ def test_three_processes_write_what_one_writes(tmp_path):
 
 
 def test_another_number_of_processes_makes_only_what_is_missing(tmp_path):
-    encode_texts(
-        WordEncoder(), passages(), tmp_path / "e", Processes(1, 2), shard_size=4
-    )  # shards 1, 3 and 5: 12 rows
+    # shards 1, 3 and 5: 12 rows
+    encode_texts(WordEncoder(), passages(), tmp_path / "e", Processes(1, 2), shard_size=4)
     encoder = WordEncoder()
     assert encode_texts(encoder, passages(), tmp_path / "e", shard_size=4)
     assert encoder.seen == ROWS - 12

@@ -297,9 +297,8 @@ def test_a_search_that_a_gpu_refuses_goes_on_on_the_cpu_with_a_warning(gpu_calls
     ):
         found = built.search(QUERIES, 5)
     np.testing.assert_array_equal(found[1], built.index.search(QUERIES, 5)[1])
-    np.testing.assert_array_equal(
-        found[1], built.search(QUERIES, 5)[1]
-    )  # without asking the GPU, or warning, again
+    # without asking the GPU, or warning, again
+    np.testing.assert_array_equal(found[1], built.search(QUERIES, 5)[1])
 
 
 def test_a_search_that_the_cpu_refuses_too_is_refused(gpu_calls, monkeypatch):

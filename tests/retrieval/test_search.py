@@ -210,9 +210,8 @@ def test_search_params_trade_speed_for_recall():
 
 def test_rows_that_an_approximate_index_does_not_find_are_left_out():
     vectors, queries = made(200), made(5, seed=1)
-    run = search(
-        names(5), queries, cut(vectors, 64), 150, factory="IVF16,Flat"
-    )  # one list of about 12 rows is read
+    # one list of about 12 rows is read
+    run = search(names(5), queries, cut(vectors, 64), 150, factory="IVF16,Flat")
     assert all(0 < len(hits) < 60 for hits in run.values())
 
 
@@ -220,9 +219,8 @@ def test_rows_that_an_approximate_index_does_not_find_are_left_out():
 def test_two_builds_with_one_seed_give_one_run_and_another_seed_another_training(
     factory, monkeypatch
 ):
-    monkeypatch.setattr(
-        index, "training_rows", lambda faiss, index: 700
-    )  # fewer than there are, as in a large corpus
+    # fewer than there are, as in a large corpus
+    monkeypatch.setattr(index, "training_rows", lambda faiss, index: 700)
     vectors, queries = made(3000, dim=8), made(20, dim=8, seed=1)
     first, again = (
         search(names(20), queries, cut(vectors, 900), 10, factory=factory, seed=5) for _ in range(2)

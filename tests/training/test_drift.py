@@ -43,9 +43,8 @@ def test_drift_is_zero_only_for_unchanged_weights(method, share, data, tmp_path)
             assert (found[1] is None) == (method == "passage_bank")
             for cosine in found[: 1 + (found[1] is not None)]:
                 assert (abs(cosine - 1) < 1e-6) == still
-    assert (
-        load_run_record(tmp_path / "0.001").steps[-1]["drift_passage_cosine"] < 1
-    )  # the report takes such a log
+    # the report takes such a log
+    assert load_run_record(tmp_path / "0.001").steps[-1]["drift_passage_cosine"] < 1
     last = read_log(tmp_path / "0.001")[-1]["drift"]
     ages = [one["age"] for one in last]
     assert ages == [2, 1, 1, 1]  # 8 of 24 rows, two micro-batches, are of the step before

@@ -94,9 +94,8 @@ def test_run_with_left_out_pairs_resumes_to_the_byte(name, folder):
     assert banks[0].read_bytes() == banks[1].read_bytes()
     filtered = [line.get("filtered", 0) for line in runs[0]]
     assert sum(filtered) > 0 or name == "separate"
-    assert ("query_numbers" in load_file(banks[0])) == (
-        "own" not in name
-    )  # a row number, and no second vector
+    # a row number, and no second vector
+    assert ("query_numbers" in load_file(banks[0])) == ("own" not in name)
     train(config("other", method, **{**changes, **other}))  # negative control
     assert weights(folder / "other") != weights(folder / "whole")
 

@@ -222,9 +222,8 @@ def test_best_model_that_was_not_saved_is_saved_on_resume(data, tmp_path, monkey
     """The disk of ``model/`` is full at the first evaluation, which is the best; the checkpoint does not count it."""
     changes = {"data.dev": str(data), "run.eval_steps": 3, "run.save_steps": 0}
     whole, run = tmp_path / "whole", tmp_path / "run"
-    scores = iter(
-        [0.9, 0.5, 0.9, 0.9, 0.5]
-    )  # of one run, and of the other, which repeats its first evaluation
+    # of one run, and of the other, which repeats its first evaluation
+    scores = iter([0.9, 0.5, 0.9, 0.9, 0.5])
     monkeypatch.setattr(
         "contaccum.training.loop.evaluate",
         lambda *_, **__: {"mean": {"ndcg@10": next(scores)}, "queries": 1},

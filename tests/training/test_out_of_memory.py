@@ -179,9 +179,8 @@ def test_step_is_undone_and_retried_with_half_the_micro_batch_size(
 ):
     """The second micro-batch fails; gradients and bank rows of the first are removed."""
     expected = switched(data, tmp_path / "expected", method, monkeypatch)
-    passes = {"grad_cache": 7, "cont_cache": 7}.get(
-        method, 4
-    )  # forward passes of a step of 4 micro-batches
+    # forward passes of a step of 4 micro-batches
+    passes = {"grad_cache": 7, "cont_cache": 7}.get(method, 4)
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
         spoil(patch, "forward", 2 * passes + 2)

@@ -39,10 +39,11 @@ from contaccum.training.log import read_log
 from contaccum.training.loop import train
 from contaccum.training.run_folder import newest_checkpoint
 
+# of the step's largest gradient; the first is rounding, through four layers
 SAME, DIFFERENT = (
     5e-5,
     1e-3,
-)  # of the step's largest gradient; the first is rounding, through four layers
+)
 TOKENS = 250
 BY_TOKENS = {"batch.micro_batch_tokens": TOKENS, "batch.micro_batch_size": 8}  # 8: not set
 LENGTHS = {"data.hard_negatives": 1, "model.max_passage_length": 48, "model.tiny_layers": 4}

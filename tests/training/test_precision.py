@@ -111,9 +111,8 @@ def test_unpadded_run_equals_padded_run_and_resumes_byte_identical(tmp_path):
         train(train_config(data, tmp_path / name, **{"model.unpad": unpad, "model.dropout": 0.0}))
     for one, other in zip(read_log(tmp_path / "padded"), read_log(tmp_path / "whole"), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
-    assert weights(tmp_path / "whole") != weights(
-        tmp_path / "padded"
-    )  # sums are taken in another order
+    # sums are taken in another order
+    assert weights(tmp_path / "whole") != weights(tmp_path / "padded")
     broken = tmp_path / "broken"
     shutil.copytree(tmp_path / "whole", broken)
     for step in (4, 6):

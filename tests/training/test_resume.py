@@ -47,9 +47,8 @@ def test_another_number_of_threads_is_named(data, tmp_path):
     file.write_text("")  # damaged: written again, without a warning, which would be an error
     train(train_config(data, run, resume=True, **changes))
     file.write_text(json.dumps({**json.loads(file.read_text()), "threads": 99}))
-    train(
-        train_config(data, run, resume=True, **changes)
-    )  # finished: no step has another number of threads
+    # finished: no step has another number of threads
+    train(train_config(data, run, resume=True, **changes))
     assert json.loads(file.read_text())["threads"] == 99
     shutil.rmtree(run / "checkpoints" / "step-00000002")
     shutil.rmtree(run / "model")

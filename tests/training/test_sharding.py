@@ -96,9 +96,8 @@ def test_memory_of_a_sharded_process(tmp_path):
     for outcome in run_jobs(jobs, tmp_path / "jobs").values():
         outcome.check()
     one = read_json(tmp_path / "of1.0.json")
-    layer = 4 * (
-        12 * WIDTH**2 + 13 * WIDTH
-    )  # bytes of a BERT layer: 4 attention matrices, 2 of 4 times their size, 13 vectors
+    # bytes of a BERT layer: 4 attention matrices, 2 of 4 times their size, 13 vectors
+    layer = 4 * (12 * WIDTH**2 + 13 * WIDTH)
     rest = one["weights"] - LAYERS * layer
     assert 0 < rest < layer
     for world in WORLDS[1:]:

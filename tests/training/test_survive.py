@@ -272,10 +272,11 @@ def test_every_writer_reports_a_refusing_disk_in_one_sentence(kind, data, tmp_pa
             assert len(said) == 1, (verb, said)
             assert str(disk) in said[0], (verb, said)
             expected = "No space left on device" if kind == "full" else "Read-only file system"
+            # numpy's message
             assert expected in said[0] or "requested and" in said[0], (
                 verb,
                 said,
-            )  # numpy's message
+            )
             assert sorted(disk.rglob("*")) == before, verb
 
 
