@@ -347,11 +347,9 @@ class Bank:
         self.empty()
         for name, tensor in own.items():
             tensor.copy_(saved[name])
-        self.pointer, self.stored, self.step = (
-            numbers["pointer"],
-            numbers["stored"],
-            numbers["step"],
-        )
+        self.pointer = numbers["pointer"]
+        self.stored = numbers["stored"]
+        self.step = numbers["step"]
         self._index_all()
         stop = self.pointer or self.stored  # end of the last push; pointer 0 means the ring's end
         if self.sums is not None and numbers["sums_of"] == self._sums_of():
