@@ -175,8 +175,14 @@ class Training:
         run_folder.refuse_changes(where, changes, config.allow_changes)
         restore(checkpoint, self.encoder, optimizer, self.bank)
         self.engine.load_scaler_state(state["scaler"])
-        self.micro_batch_size.load_state(state["micro_batch"])
         self.done = state["step"]
+        size = self.micro_batch_size
+        size.load_state(state["micro_batch"], self.done)
+        if size.level and self.engine.is_main:
+            print(
+                f"continuing with {size} instead of {size.sizes[0]}, because memory ran out before",
+                file=sys.stderr,
+            )
         self.best = state["best"]
         self.evaluated = state["evaluated"]
 

@@ -66,7 +66,7 @@ class MicroBatchSize:
     unit: str
     level: int = 0
     earlier: list[tuple[int, int]] = field(default_factory=list)
-    """Previous sizes, as tuples: (optimizer steps finished when memory ran out, size used until
+    """Previous sizes, as tuples: (optimizer steps finished when the size changed, size used until
     then)."""
 
     def __str__(self) -> str:
@@ -92,20 +92,22 @@ class MicroBatchSize:
         return next((size for end, size in self.earlier if step < end), self.now)
 
     def state(self) -> dict[str, Any]:
-        return {"size": self.now, "before": self.earlier}
+        return {"size": self.now, "earlier": self.earlier, "shrunk": self.level > 0}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the state that a checkpoint contains.
+    def load_state(self, state: dict[str, Any], step: int) -> None:
+        """Restore the state of a checkpoint.
 
         If memory never ran out before the checkpoint, continue with the configured size. Otherwise,
         continue with the largest possible size that is not above the saved size. If all sizes are
-        above it, continue with the smallest.
+        above it, continue with the smallest. step: number of optimizer steps before the checkpoint.
         """
-        self.earlier = [(end, size) for end, size in state["before"]]
+        self.earlier = [(end, size) for end, size in state["earlier"]]
         self.level = 0
-        if self.earlier:
+        if state["shrunk"]:
             while self.level + 1 < len(self.sizes) and self.now > state["size"]:
                 self.level += 1
+        if self.now != state["size"]:
+            self.earlier.append((step, state["size"]))
 
 
 def halved(size: int, smallest: int = 1, pairs: int = 0) -> list[int]:

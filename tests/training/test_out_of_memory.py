@@ -307,8 +307,20 @@ def test_micro_batch_size_shrinks_to_the_smallest_and_is_restored():
     assert str(size) == "micro-batches of 1 pairs"
     assert [size.at(step) for step in (9, 10, 11, 12)] == [4, 2, 2, 1]
     other = MicroBatchSize([8, 4, 2, 1], "pairs")
-    other.load_state(size.state())
-    assert (other.now, other.at(9)) == (1, 4)
+    other.load_state(size.state(), 15)
+    assert (other.now, other.at(9), other.at(14)) == (1, 4, 1)
+
+
+def test_a_size_that_was_changed_on_resume_counts_only_from_there_on():
+    """Drift encodes past micro-batches again, so it needs the size that each step had."""
+    size = MicroBatchSize([8, 4, 2, 1], "pairs")
+    resumed = MicroBatchSize([16, 8, 4, 2, 1], "pairs")
+    resumed.load_state(size.state(), 20)
+    assert [resumed.at(step) for step in (0, 19, 20)] == [8, 8, 16]
+    again = MicroBatchSize([16, 8, 4, 2, 1], "pairs")
+    again.load_state(resumed.state(), 30)
+    assert [again.at(step) for step in (0, 19, 20, 40)] == [8, 8, 16, 16]
+    assert not again.state()["shrunk"]
 
 
 def test_out_of_memory_outside_the_passes_is_one_sentence(data, tmp_path, monkeypatch):
