@@ -62,21 +62,25 @@ def evaluate_run(
     - mrr@k: 1 / rank of the first relevant passage, or 0 if its rank is above k. Source: Voorhees
       1999 (TREC-8 QA).
 
-    pytrec_eval computes all but mrr. It sorts the passages as trec_eval does: by float32 score,
-    highest first, and equal scores by id, greatest first. mrr uses the order of the passages in the
-    run, as BEIR does.
+    pytrec_eval computes all but mrr. Every metric ranks the passages as trec_eval does: by score,
+    highest first, and equal scores by id, greatest first.
 
-    Args: qrels: query id -> passage id -> grade. The means are over these queries. A query without
-        passages in the run scores 0
-            in every metric, and a warning gives the number of these queries.
-        run: query id -> (passage id, score), best first. Queries that are not in ``qrels`` are
-        ignored. cutoffs: values of k. ignore_identical_ids: remove a passage that has the same id
-        as the query before scoring, as BEIR does. relevance_level: lowest relevant grade in map,
-        recall, precision and mrr. TREC Deep Learning uses 2. ndcg uses all
-            grades.
+    Args:
+        qrels: query id -> passage id -> grade. The means are over these queries. A query without
+            passages in the run scores 0 in every metric, and a warning gives the number of these
+            queries.
+        run: query id -> (passage id, score). Queries that are not in ``qrels`` are ignored.
+        cutoffs: values of k.
+        ignore_identical_ids: remove a passage that has the same id as the query before scoring, as
+            BEIR does.
+        relevance_level: lowest relevant grade in map, recall, precision and mrr. TREC Deep Learning
+            uses 2. ndcg uses all grades.
 
     Raises InputError if ``qrels`` is empty, or if ``run`` and ``qrels`` have no query in common.
     """
+    # imports `datasets`, which a report does not need
+    from contaccum.retrieval.runs import ranked
+
     if relevance_level < 1:
         raise InputError(f"relevance_level is {relevance_level}; expected at least 1")
     if not qrels:
@@ -85,9 +89,9 @@ def evaluate_run(
     for query_id in qrels:
         if query_id in run:
             hits = run[query_id]
-            judged_run[query_id] = [
+            judged_run[query_id] = ranked(
                 hit for hit in hits if not ignore_identical_ids or hit[0] != query_id
-            ]
+            )
     if run and not judged_run:
         raise InputError(
             f"run and qrels have no query in common; for example, {next(iter(run))!r} is only in "

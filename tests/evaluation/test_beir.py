@@ -305,3 +305,11 @@ def test_beir_and_our_evaluator_agree_on_scifact(shared_data, minilm, tmp_path):
     )
     assert ours["ndcg@10"] > 0.1
     assert theirs == {name: pytest.approx(value, abs=1.1e-5) for name, value in ours.items()}
+
+
+def test_equal_scores_are_ranked_by_every_metric_as_in_trec_eval():
+    """trec_eval ranks passages with equal scores by id, greatest first, whatever their order."""
+    run = {"q": [("a", 0.5), ("b", 0.5), ("c", 0.1)]}
+    for relevant, expected in (("b", 1.0), ("a", 0.5)):
+        means = evaluate_run({"q": {relevant: 1}}, run)["mean"]
+        assert means["mrr@10"] == means["map@10"] == expected

@@ -42,6 +42,10 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.data = write_beir(folder / "data", queries=41)
+        # The last passage has the words of the first one, and for small vocabularies its number is
+        # an unknown word. Texts with equal tokens would have a rank that depends on rounding.
+        corpus = self.data / "corpus.jsonl"
+        corpus.write_text(corpus.read_text().replace("valley 40", "red valley 40"))
         self.jobs: dict[str, Job] = {}
 
     def add(
