@@ -84,9 +84,8 @@ def main() -> None:
     ]
     about = (
         f"Two towers from one encoder of {parameters:,} parameters; LoRA of rank {RANK} on every "
-        "linear layer; grad_cache, fp32, "
-        f"{PAIRS} pairs a step, {MICRO} at a time, {QUERY} and {args.length} tokens; median of "
-        f"{args.steps} steps."
+        f"linear layer; grad_cache, fp32, {PAIRS} pairs a step, {MICRO} at a time, {QUERY} and "
+        f"{args.length} tokens; median of {args.steps} steps."
     )
     heads = ("what is trained", "trained numbers", "peak, MiB", "s/step", "saved weights, MiB")
     publish(

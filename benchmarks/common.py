@@ -103,8 +103,8 @@ def about_texts(args: argparse.Namespace) -> str:
     if not args.real_texts:
         return f"Made texts of {QUERY_TOKENS} and {PASSAGE_TOKENS} tokens"
     return (
-        f"Pairs of {Path(args.real_texts).name}, at most {REAL_LENGTHS[0]} and "
-        f"{REAL_LENGTHS[1]} tokens"
+        f"Pairs of {Path(args.real_texts).name}, at most {REAL_LENGTHS[0]} and {REAL_LENGTHS[1]} "
+        "tokens"
     )
 
 

@@ -110,13 +110,12 @@ def main() -> None:
     ]
     intro = (
         f"{count:,} passages of {args.data}, at most {args.max_length} tokens, fp32, "
-        f"{args.repeats} rounds, interleaved; median "
-        "(smallest to largest)."
+        f"{args.repeats} rounds, interleaved; median (smallest to largest)."
     )
     last = (
         f"contaccum ÷ sentence-transformers: {share['median']:.3f} of the time ({share['min']:.3f} "
-        f"to {share['max']:.3f}), "
-        f"smallest cosine between the two {cosine:.7f}. Targets: at most 0.80, at least 0.99999."
+        f"to {share['max']:.3f}), smallest cosine between the two {cosine:.7f}. Targets: at most "
+        "0.80, at least 0.99999."
     )
     heads = ["encoder", "seconds", "passages a second", "peak memory, MiB"]
     figures = {

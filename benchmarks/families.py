@@ -114,9 +114,8 @@ def main() -> None:
     ]
     about = (
         f"Tied towers of random weights, cont_accum, fp32, AdamW, {PAIRS} pairs a step, {MICRO} at "
-        f"a time, {QUERY} and "
-        f"{args.length} tokens; LoRA of rank {RANK} on every linear layer. Pooling is what a plain "
-        "folder of the family gets."
+        f"a time, {QUERY} and {args.length} tokens; LoRA of rank {RANK} on every linear layer. "
+        "Pooling is what a plain folder of the family gets."
     )
     heads = ["sizes of", "family", "pooling", "d", "numbers"]
     heads += [f"{kind}: {what}" for kind in ROWS for what in ("trained", "peak, MiB")]

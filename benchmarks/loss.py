@@ -134,9 +134,8 @@ def main() -> None:
     ]
     intro = (
         f"B = {args.micro}, d = {args.dim}, {args.repeats} rounds, interleaved; median (smallest "
-        "to largest). Memory is beyond "
-        "the vectors of the bank, the kept log-sum-exps included. Targets at M = 16,384: at least "
-        "50 in time, 20 in memory."
+        "to largest). Memory is beyond the vectors of the bank, the kept log-sum-exps included. "
+        "Targets at M = 16,384: at least 50 in time, 20 in memory."
     )
     last = f"The incremental loss's time grows as M to the power {growth:.2f} over these sizes."
     publish(

@@ -161,8 +161,7 @@ def main() -> None:
     ]
     about = (
         f"{PAIRS} pairs a step, passages of {options.length // 2} to {options.length} tokens, "
-        "`cont_accum` with a bank of 256 "
-        f"rows; median of {options.steps} steps."
+        f"`cont_accum` with a bank of 256 rows; median of {options.steps} steps."
     )
     heads = [
         "switch",

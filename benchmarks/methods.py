@@ -149,10 +149,9 @@ def main() -> None:
     ]  # fmt: skip
     intro = (
         f"{about_texts(args)}; N = {args.pairs}, B = {args.micro}, {args.precision}, compile "
-        f"{args.compile}, "
-        f"{args.repeats} rounds, interleaved; median "
-        "(smallest to largest). Targets: `cont_accum` ÷ `grad_accum` at most 1.03 at M = 1,024, "
-        "1.05 at 16,384, 1.15 at 131,072; "
+        f"{args.compile}, {args.repeats} rounds, interleaved; median (smallest to largest). "
+        "Targets: `cont_accum` ÷ `grad_accum` at most 1.03 at M = 1,024, 1.05 at 16,384, 1.15 at "
+        "131,072; "
         '`grad_cache` ÷ `grad_accum` at most 1.36; peak beyond `grad_accum`\'s ("over") at most '
         "1.15 of the bank's vectors."
     )

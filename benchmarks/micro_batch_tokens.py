@@ -142,9 +142,8 @@ def main() -> None:
     ]
     intro = (
         f"N = {args.global_batch_size}, B = {args.pairs}, passages of at most "
-        f"{args.max_passage_length} tokens, "
-        f"{args.precision}, {args.steps} steps; median (smallest to largest) over steps. Target: "
-        "tokens ÷ pairs at most 0.70."
+        f"{args.max_passage_length} tokens, {args.precision}, {args.steps} steps; median (smallest "
+        "to largest) over steps. Target: tokens ÷ pairs at most 0.70."
     )
     publish(
         args, "Micro-batches by tokens and by pairs", [intro, table(heads, lines)], {"rows": rows}

@@ -194,15 +194,12 @@ def show(given: Any, rows: list[dict[str, Any]], base: float, tested: dict[str, 
     parts = [
         table(["seed", "random negatives", "mined negatives", "change"], lines),
         f"{METRIC} on {tested['queries']} test queries, {sizes(given)}; `{given.method}`, "
-        f"{given.steps} steps of N = "
-        f"{given.global_batch_size}, one hard negative a query, mined with a relative margin of "
-        f"{given.relative_margin}. The "
-        f"encoder without training has {base:.4f}. Over queries the change of the mean of the "
-        "seeds is "
+        f"{given.steps} steps of N = {given.global_batch_size}, one hard negative a query, mined "
+        f"with a relative margin of {given.relative_margin}. The encoder without training has "
+        f"{base:.4f}. Over queries the change of the mean of the seeds is "
         f"{tested['difference']:+.4f} (95 % interval {tested['low']:+.4f} to "
-        f"{tested['high']:+.4f}), p = "
-        f"{tested['p_permutation']:.3g} by permutation; over queries and seeds p = "
-        f"{tested['p_both']:.3g}.",
+        f"{tested['high']:+.4f}), p = {tested['p_permutation']:.3g} by permutation; over queries "
+        f"and seeds p = {tested['p_both']:.3g}.",
     ]
     plain = [{"seed": row["seed"], **{name: row[name]["mean"] for name in means}} for row in rows]
     publish(

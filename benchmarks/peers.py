@@ -313,11 +313,9 @@ def about(args: Any) -> str:
     ours = "ours with `model.unpad`, " if args.unpad else ""
     return (
         f"{about_texts(args)}; N = {args.pairs}, B = {args.micro} (sentence-transformers' "
-        "mini_batch_size too), "
-        f"M = {args.bank:,}, {args.precision}, tied towers, {ours}{args.repeats} rounds, "
-        "interleaved; median (smallest to "
-        "largest). Partial replay encodes half of the texts a second time. Peak: tensors of one "
-        "update, without encoder, "
+        f"mini_batch_size too), M = {args.bank:,}, {args.precision}, tied towers, "
+        f"{ours}{args.repeats} rounds, interleaved; median (smallest to largest). Partial replay "
+        "encodes half of the texts a second time. Peak: tensors of one update, without encoder, "
         "optimizer and bank. Targets: `grad_cache` ÷ ST cached at most 0.90, `cont_accum` ÷ ST "
         "cached at most 0.70."
     )

@@ -144,8 +144,7 @@ def main() -> None:
     ]
     about = (
         "Peak memory and time of a step: prediction of `contaccum plan` against training at the "
-        "micro-batch size that the plan "
-        f"chose for {BUDGET}. Targets: within 5 % and 25 %."
+        f"micro-batch size that the plan chose for {BUDGET}. Targets: within 5 % and 25 %."
     )
     publish(options, "The plan against training", [about, table(heads, cells)], {"rows": rows})
 

@@ -209,8 +209,8 @@ def main() -> None:
     bound = (args.rows + args.shard_size) * args.dim * 4
     intro = (
         f"{args.queries:,} queries, the best {args.k} of {args.rows:,} x {args.dim} made vectors, "
-        f"shards of {args.shard_size:,}, "
-        f"{args.repeats} rounds, interleaved; median (smallest to largest)."
+        f"shards of {args.shard_size:,}, {args.repeats} rounds, interleaved; median (smallest to "
+        "largest)."
     )
     last = (
         f"Targets for contaccum: at most 1.10 of raw faiss's time, and {bound / 2**20:.0f} MiB "

@@ -155,8 +155,8 @@ def main() -> None:
     ]
     about = (
         f"N = {N}, B = {B}, a bank of {N} rows, {steps} steps. Largest difference of the first two "
-        f"curves {apart:.1e}; of "
-        f"the first and the last {max(abs(a - b) for a, b in zip(own, without, strict=True)):.2f}."
+        f"curves {apart:.1e}; of the first and the last "
+        f"{max(abs(a - b) for a, b in zip(own, without, strict=True)):.2f}."
     )
     publish(
         args,

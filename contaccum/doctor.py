@@ -141,8 +141,8 @@ def extras(requirements: list[str]) -> Diagnosis:
     missing = [extra for extra, names in needed.items() if not all(map(_version, names))]
     if missing:
         advice = (
-            f"pip install 'contaccum[{','.join(missing)}]' if you need the options that "
-            "require these extras"
+            f"pip install 'contaccum[{','.join(missing)}]' if you need the options that require "
+            "these extras"
         )
         return Diagnosis("note", "extras", f"not installed: {', '.join(missing)}", advice)
     return Diagnosis("ok", "extras", ", ".join(needed))

@@ -25,11 +25,9 @@ def command_reference() -> str:
     text = [
         "# Commands",
         "`contaccum COMMAND --help` shows the same. Every setting of a config file is listed under "
-        "`contaccum train`, by its "
-        "group.",
+        "`contaccum train`, by its group.",
         "Exit codes: 0 done; 2 the user's input, settings or disk; 1 anything else, or what was "
-        "checked does not hold; 130 "
-        "Ctrl-C; 143 SIGTERM.",
+        "checked does not hold; 130 Ctrl-C; 143 SIGTERM.",
     ]
     for name, command in COMMANDS.items():
         text += [

@@ -154,8 +154,8 @@ class Page:
         self.wait(f"!!{find} && {find}.offsetParent !== null")
         box = self.run(
             f"(() => {{ const e = {find}; e.scrollIntoView({{block: 'center'}}); const b = "
-            "e.getBoundingClientRect();"
-            " return {x: b.x + b.width / 2, y: b.y + b.height / 2}; })()"
+            "e.getBoundingClientRect(); return {x: b.x + b.width / 2, y: b.y + b.height / 2}; "
+            "})()"
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **box)

@@ -50,8 +50,8 @@ ID = "it must be an id (a non-empty string or an integer)"
 COLUMNS = "each row needs three columns separated by tabs: id, text, title"
 ANSWERS = "they must be a list of strings such as ['a', 'b']"
 KINDS = (
-    "it must contain JSON, a DPR corpus TSV, a question CSV, or lines with id, tab and text "
-    "(MS MARCO)"
+    "it must contain JSON, a DPR corpus TSV, a question CSV, or lines with id, tab and text (MS "
+    "MARCO)"
 )
 
 # command, file and number of the line that is replaced -> [(the line, the error at this line)]

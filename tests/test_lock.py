@@ -75,8 +75,8 @@ def test_a_reused_process_number_is_no_holder(holder, tmp_path, capsys):
 def test_the_lock_of_another_host_is_refused_and_the_file_to_delete_is_named(tmp_path):
     (tmp_path / LOCK_FILE).write_text("4\nnode7\n")
     said = (
-        f"{LOCK_FILE}: process 4 on host node7 is using .* If that process has ended, delete "
-        "the lock file"
+        f"{LOCK_FILE}: process 4 on host node7 is using .* If that process has ended, delete the "
+        "lock file"
     )
     with pytest.raises(InputError, match=said), folder_lock(tmp_path):
         pass

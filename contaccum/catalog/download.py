@@ -77,8 +77,7 @@ def beir_folder(
                 if expected and digest.hexdigest() != expected:
                     raise InputError(
                         f"{base_url}/{name}.zip: the archive has MD5 {digest.hexdigest()}; "
-                        f"expected {expected}. Try the "
-                        "download again."
+                        f"expected {expected}. Try the download again."
                     )
                 unpack(archive, folder.name, folder)
             finally:
@@ -116,8 +115,8 @@ def _checked_name(name: str, forum: str) -> str:
     if name not in MD5:
         raise InputError(
             f"{given}: no folder or data set has this name; expected a path, one of "
-            f"{', '.join(sorted(MD5))}, or a name that "
-            "starts with nanobeir/, mteb/, miracl/, dpr/ or hub: (see contaccum data fetch --help)"
+            f"{', '.join(sorted(MD5))}, or a name that starts with nanobeir/, mteb/, miracl/, dpr/ "
+            "or hub: (see contaccum data fetch --help)"
         )
     if name == "cqadupstack" and forum not in FORUMS:
         raise InputError(
@@ -233,6 +232,5 @@ def _download(url: str, path: Path, target: Path) -> None:
             )
             raise InputError(
                 f"{target.name}: not found in {target.parent}, and {url} cannot be downloaded "
-                f"({reason}). "
-                f"Put {copy} at {target}, or give the path of a local copy."
+                f"({reason}). Put {copy} at {target}, or give the path of a local copy."
             ) from error

@@ -93,8 +93,7 @@ class HubName:
             if key not in FIELDS or key in columns or not value:
                 raise InputError(
                     f"{text}: found {pair!r}; expected FIELD=COLUMN with each field at most once, "
-                    "where FIELD is "
-                    f"one of {', '.join(FIELDS)}"
+                    f"where FIELD is one of {', '.join(FIELDS)}"
                 )
             columns[key] = value.split(",")
         # the longest beginning that is a folder: a path may contain @ and :, such as

@@ -206,8 +206,7 @@ class _TaskFiles:
         if len(part) > 1:
             raise InputError(
                 f"{self.text}: split {split!r} has judgements, but the corpus or the queries have "
-                "only "
-                f"the splits {', '.join(part)}"
+                f"only the splits {', '.join(part)}"
             )
         (files,) = part.values()
         return self._name.rows(files)
@@ -255,8 +254,8 @@ def _write(task: Task, subset: str, folder: Path) -> None:
         if not splits:
             raise InputError(
                 f"{parts.text}: no split has both queries and judgements. Splits with only "
-                f"queries: {', '.join(parts.queries)}. "
-                f"Splits with only judgements: {', '.join(parts.grades)}."
+                f"queries: {', '.join(parts.queries)}. Splits with only judgements: "
+                f"{', '.join(parts.grades)}."
             )
         queries = _distinct(parts.rows(parts.queries, split) for split in splits)
     grades = {split: parts.rows(parts.grades, split) for split in splits}

@@ -243,8 +243,7 @@ COMMANDS = {
         _encode,
         "encode a corpus or queries into shards of vectors",
         "Encode a corpus or queries into shards (.npy or Parquet) with a manifest. A restart "
-        "encodes only the missing shards. "
-        "Several processes (torchrun) share the work.",
+        "encodes only the missing shards. Several processes (torchrun) share the work.",
         "%(prog)s --model DIR --input FILE_OR_BEIR_DIR --output DIR [options]",
         "EncodeConfig EncoderConfig DataPolicy",
         skip=("strict",),
@@ -262,9 +261,8 @@ COMMANDS = {
         _evaluate,
         "evaluate a retriever, or a run file",
         "Evaluate a retriever on a data set (ndcg, map, recall, precision, mrr) or on a DPR "
-        "question file (top-k answer "
-        "accuracy), or evaluate a run file. For several data sets (beir, nanobeir, or A,B), print "
-        "a table with their mean.",
+        "question file (top-k answer accuracy), or evaluate a run file. For several data sets "
+        "(beir, nanobeir, or A,B), print a table with their mean.",
         "%(prog)s (--model DIR (--data DIR_OR_NAME | --questions FILE --passages FILE) | --run "
         "FILE --qrels FILE) [options]",
         "EvaluateConfig EncoderConfig SearchConfig DataPolicy",
@@ -273,9 +271,8 @@ COMMANDS = {
         _mine,
         "write training data with mined hard negatives",
         "Search passages for every training query, with BM25 or an encoder. Write the training "
-        "data with the hard negatives and "
-        "their scores. Positives of a query, and passages with the same text, never become "
-        "negatives of this query.",
+        "data with the hard negatives and their scores. Positives of a query, and passages with "
+        "the same text, never become negatives of this query.",
         "%(prog)s --model DIR|bm25 --data DATA --output FILE [--range_min N] [--relative_margin X] "
         "[options]",
         "MineFilesConfig MineConfig EncoderConfig SearchConfig DataPolicy",
@@ -284,14 +281,11 @@ COMMANDS = {
         _compare,
         "train with several methods, settings and seeds, and compare the results",
         "Train every combination of methods, varied settings and seeds, each in its own process "
-        "and its own folder in "
-        "output_dir/runs. "
-        "Evaluate all runs on the same test data, and write report.html, report.md, compare.json, "
-        "runs.csv, tests.csv and "
-        "plots/ to output_dir. With --budget, every run gets as many steps as the budget allows. "
-        "With --tune, each method uses "
-        "the values that are best on dev. A second call runs only what is missing. Accepts every "
-        "setting of `contaccum train`.",
+        "and its own folder in output_dir/runs. Evaluate all runs on the same test data, and write "
+        "report.html, report.md, compare.json, runs.csv, tests.csv and plots/ to output_dir. With "
+        "--budget, every run gets as many steps as the budget allows. With --tune, each method "
+        "uses the values that are best on dev. A second call runs only what is missing. Accepts "
+        "every setting of `contaccum train`.",
         "%(prog)s --config FILE --methods a,b,c [--budget 200000f] [--tune GROUP.FIELD=v1,v2 ...] "
         "--output_dir DIR [options]",
         "CompareConfig TrainConfig",
@@ -301,13 +295,11 @@ COMMANDS = {
         _auto,
         "tune, train and evaluate within a time limit",
         "Check the data, and hold out dev queries if there is no dev split. Find the largest "
-        "micro-batch size that fits into "
-        "--memory. Use at most a fifth of --time to tune method, batch size, bank size and "
-        "learning rate on dev. Train in the "
-        "remaining time, evaluate on the test data, and say whether the trained model is better "
-        "than the untrained one. A second "
-        "call continues with the first unfinished stage. Accepts every setting of `contaccum "
-        "train`.",
+        "micro-batch size that fits into --memory. Use at most a fifth of --time to tune method, "
+        "batch size, bank size and learning rate on dev. Train in the remaining time, evaluate on "
+        "the test data, and say whether the trained model is better than the untrained one. A "
+        "second call continues with the first unfinished stage. Accepts every setting of "
+        "`contaccum train`.",
         "%(prog)s --data.train DATA --model.name MODEL --memory 8GB --time 30m --output_dir DIR "
         "[--dry_run] [options]",
         "AutoConfig TrainConfig",
@@ -317,9 +309,8 @@ COMMANDS = {
         _plan,
         "predict memory and step times",
         "Run a few training steps with each method. Predict the largest micro-batch and the "
-        "largest bank that fit into --memory. "
-        "Also predict the peak memory and the time of a step. Accepts every setting of `contaccum "
-        "train`.",
+        "largest bank that fit into --memory. Also predict the peak memory and the time of a step. "
+        "Accepts every setting of `contaccum train`.",
         "%(prog)s --config FILE --memory 11GB [--methods NAME,...] [--GROUP.FIELD VALUE ...]",
         "PlanConfig TrainConfig",
         hidden=("resume",),
@@ -328,9 +319,8 @@ COMMANDS = {
         _report,
         "compare training runs: table, significance tests, HTML report",
         "Print a table with one row per run, the best run first. The columns are method, metric, "
-        "step time, peak memory, "
-        "gradient-norm ratio and number of negatives. --wide adds more columns, and --against adds "
-        "significance tests.",
+        "step time, peak memory, gradient-norm ratio and number of negatives. --wide adds more "
+        "columns, and --against adds significance tests.",
         "%(prog)s RUN [RUN ...] [--metric NAME] [--against RUN] [--html FILE] [--wide]",
         "ReportConfig",
     ),
@@ -338,9 +328,8 @@ COMMANDS = {
         _merge,
         "merge the adapters of a LoRA model into its weights",
         "Merge the LoRA adapters of MODEL into its weights, and write the result as a model "
-        "without adapters. The result "
-        "computes the same vectors, up to rounding. The weights of a 4- or 8-bit encoder become "
-        "float32.",
+        "without adapters. The result computes the same vectors, up to rounding. The weights of a "
+        "4- or 8-bit encoder become float32.",
         "%(prog)s MODEL OUTPUT",
         "MergeConfig",
     ),
@@ -348,9 +337,8 @@ COMMANDS = {
         _push,
         "write a model card and upload the model to the Hugging Face Hub",
         "Write a trained model's card (README.md in its folder) and upload the folder to the "
-        "Hugging Face Hub. An existing card "
-        "is kept, so you can edit the card after a dry run. Set the token in HF_TOKEN, or run `hf "
-        "auth login`.",
+        "Hugging Face Hub. An existing card is kept, so you can edit the card after a dry run. Set "
+        "the token in HF_TOKEN, or run `hf auth login`.",
         "%(prog)s MODEL_OR_RUN OWNER/NAME [--private] [--licence NAME] [--dry_run]",
         "PushConfig",
     ),
@@ -358,9 +346,8 @@ COMMANDS = {
         _doctor,
         "diagnose the installation and suggest fixes",
         "Print the version of contaccum and a verdict, then the result of each check: versions, "
-        "devices, flash-attention, "
-        "faiss on CPU and GPU, memory, disks, network. Exit code 1 if a required part does not "
-        "work.",
+        "devices, flash-attention, faiss on CPU and GPU, memory, disks, network. Exit code 1 if a "
+        "required part does not work.",
         "%(prog)s [--help]",
     ),
     "data check": Command(

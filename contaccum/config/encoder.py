@@ -130,8 +130,7 @@ class ModelConfig(EncodingConfig):
         if self.tie_towers and self.passage_name:
             yield (
                 f"model.passage_name is {self.passage_name!r}, but model.tie_towers is true; leave "
-                "out "
-                "one of the two settings"
+                "out one of the two settings"
             )
         if self.attention == "flash_attention_2" and config.run.precision == "fp32":
             yield (
@@ -152,8 +151,7 @@ class ModelConfig(EncodingConfig):
         if self.quantize != "none" and not config.lora.rank:
             yield (
                 f"model.quantize is {self.quantize}, but lora.rank is 0; set lora.rank, because "
-                "only "
-                "adapters can be trained"
+                "only adapters can be trained"
             )
 
     def unused(self, config: "TrainConfig") -> Iterator[str]:
@@ -198,9 +196,8 @@ class AdapterConfig:
         if self.rank and config.model.name == "tiny":
             yield (
                 "lora.rank is above 0, but model.name is 'tiny'. Choose the folder or the Hub name "
-                "of "
-                "an encoder. An adapter is saved without its encoder, so the random weights of the "
-                "encoder 'tiny' would be lost."
+                "of an encoder. An adapter is saved without its encoder, so the random weights of "
+                "the encoder 'tiny' would be lost."
             )
 
     def unused(self, config: "TrainConfig") -> Iterator[str]:

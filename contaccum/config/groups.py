@@ -104,8 +104,8 @@ class DataConfig(DataPolicy):
         for number, each in enumerate(self.mixture):
             if not each.train:
                 yield (
-                    f"data.mixture[{number}].train is not set; give a path or the name of a "
-                    "data set"
+                    f"data.mixture[{number}].train is not set; give a path or the name of a data "
+                    "set"
                 )
         if len({each.weight is None for each in self.mixture}) > 1:
             yield (
@@ -118,21 +118,18 @@ class DataConfig(DataPolicy):
         if separate and not self.hard_negatives:
             yield (
                 f"data.mixture[{separate[0]}].in_batch_negatives is false, but data.hard_negatives "
-                "is "
-                "0, so this data set has no negatives; set data.hard_negatives to at least 1"
+                "is 0, so this data set has no negatives; set data.hard_negatives to at least 1"
             )
         if separate and self.fill_negatives == "random":
             yield (
                 f"data.mixture[{separate[0]}].in_batch_negatives is false, but data.fill_negatives "
-                "is "
-                "random, which adds passages of other examples; set data.fill_negatives to none"
+                "is random, which adds passages of other examples; set data.fill_negatives to none"
             )
         if separate and len(separate) == len(self.mixture) and config.bank_size():
             yield (
                 "data.mixture: in_batch_negatives is false for all sets, so the bank of "
                 f"{config.method} would have no effect; use a method without a bank, or set "
-                "bank.size "
-                "to 0"
+                "bank.size to 0"
             )
 
     def unused(self, config: "TrainConfig") -> Iterator[str]:
@@ -250,8 +247,7 @@ class ReplayConfig:
             # grad_cache
             yield (
                 f"replay.share is {self.share}, so the second pass of grad_cache encodes only a "
-                "sample "
-                "of the texts. For GradCache without sampling, set replay.share to 1."
+                "sample of the texts. For GradCache without sampling, set replay.share to 1."
             )
 
 
@@ -308,8 +304,7 @@ class LossConfig:
         if weights and len(weights) != len(widths):
             yield (
                 f"loss.matryoshka_weights has {len(weights)} numbers, expected {len(widths)}: one "
-                "per "
-                "width in matryoshka_dims"
+                "per width in matryoshka_dims"
             )
         if not all(0 < weight < math.inf for weight in weights):
             yield f"loss.matryoshka_weights is {weights}, expected finite numbers above 0"
@@ -336,8 +331,8 @@ class LossConfig:
         if self.distillation != "none" and not config.data.hard_negatives:
             yield (
                 f"loss.distillation is {self.distillation}, but data.hard_negatives is 0; set it "
-                "to at "
-                "least 1, because the teacher's scores compare a positive with hard negatives"
+                "to at least 1, because the teacher's scores compare a positive with hard "
+                "negatives"
             )
 
     def unused(self, config: "TrainConfig") -> Iterator[str]:

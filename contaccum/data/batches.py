@@ -184,9 +184,9 @@ class Batches:
                 raise InputError(
                     f"batch.micro_batch_tokens is {form.micro_batch_tokens}, but a query with its "
                     f"passages can have {self.smallest} tokens: {query} for the query and "
-                    f"{per_query} "
-                    f"times {passage} for its passages. Raise batch.micro_batch_tokens, or lower "
-                    "model.max_query_length and model.max_passage_length."
+                    f"{per_query} times {passage} for its passages. Raise "
+                    "batch.micro_batch_tokens, or lower model.max_query_length and "
+                    "model.max_passage_length."
                 )
 
     def clone(self) -> "Batches":

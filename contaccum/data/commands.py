@@ -97,10 +97,8 @@ def _statistics(data: RetrievalDataset, split: str | None) -> Stats:
     if data.path.name.removesuffix(".gz") not in ("queries.jsonl", "queries.tsv"):
         warnings.warn(
             f"{data.path}: this check read the file as queries, because its first records have no "
-            "title. "
-            "But a search would read it as passages. To check it as passages, rename it to "
-            "corpus.jsonl "
-            "(a TSV file: to collection.tsv).",
+            "title. But a search would read it as passages. To check it as passages, rename it to "
+            "corpus.jsonl (a TSV file: to collection.tsv).",
             stacklevel=3,
         )
     return about | _queries(data.queries)

@@ -129,8 +129,7 @@ def _valid_passages(
             on_error(
                 location.error(
                     f"passage {passage.id!r} has an empty text; every passage needs a text. "
-                    f"{REPAIR} to "
-                    "accept empty texts."
+                    f"{REPAIR} to accept empty texts."
                 )
             )
         else:

@@ -145,8 +145,7 @@ def read_grades(source: Path, on_error: OnError = stop) -> Grades:
         if before != grade:
             message = (
                 f"query {query!r} and passage {passage!r} have grade {grade} here and {before} "
-                "earlier; "
-                "a pair can have only one grade"
+                "earlier; a pair can have only one grade"
             )
             on_error(SourceLocation(source, line).error(message))
         query_lines.setdefault(query, line)
@@ -188,9 +187,8 @@ def warn_of_own_ids(source: Path, qrels: Qrels) -> None:
     if count := sum(grades.get(query, 0) > 0 for query, grades in qrels.items()):
         warnings.warn(
             f"{source}: {count} queries have the same id as one of their positives. As in BEIR, a "
-            "search leaves out the passage "
-            "with the id of the query, so these positives count as not found. Use different ids, "
-            "such as q1 and p1.",
+            "search leaves out the passage with the id of the query, so these positives count as "
+            "not found. Use different ids, such as q1 and p1.",
             stacklevel=4,
         )
 

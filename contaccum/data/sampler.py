@@ -87,8 +87,8 @@ class StepSampler:
                 raise InputError(
                     f"query {train_set.queries[most]['id']!r}: the training set has only {others} "
                     "possible negatives for this query, but data.hard_negatives is "
-                    f"{hard_negatives}. "
-                    "Lower data.hard_negatives, or set data.fill_negatives to none."
+                    f"{hard_negatives}. Lower data.hard_negatives, or set data.fill_negatives to "
+                    "none."
                 )
             warnings.warn(
                 f"{short} of {len(self._negatives)} queries have fewer than {hard_negatives} hard "

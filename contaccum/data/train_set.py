@@ -60,9 +60,8 @@ def check_scores(names: Sequence[str], sets: Sequence[TrainSet]) -> None:
     if not any(queries.any() for queries in scored):
         raise InputError(
             f"{', '.join(names)}: no teacher scores found; loss.distillation needs them. In JSONL "
-            "with query, "
-            "pos and neg, add pos_scores and neg_scores. In Tevatron JSONL, add a score to each "
-            "passage."
+            "with query, pos and neg, add pos_scores and neg_scores. In Tevatron JSONL, add a "
+            "score to each passage."
         )
     for name, queries in zip(names, scored, strict=True):
         without = int((~queries).sum())
@@ -79,8 +78,8 @@ def check_hard_negatives(name: str, examples: TrainSet) -> None:
     """Check a set with ``in_batch_negatives`` false: warn if some queries lack hard negatives, raise InputError if all do."""
     without, count = int(np.count_nonzero(examples.negatives.lengths == 0)), len(examples.queries)
     found = (
-        f"{name}: {without} of {count} queries have no hard negative, and in_batch_negatives "
-        "is false"
+        f"{name}: {without} of {count} queries have no hard negative, and in_batch_negatives is "
+        "false"
     )
     if without == count:
         raise InputError(

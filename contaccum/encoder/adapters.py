@@ -140,8 +140,7 @@ def refuse_incomplete(
             examples = ", ".join(sorted(keys)[:3]) + (", ..." if len(keys) > 3 else "")
             raise InputError(
                 f"{name}: {len(keys)} tensors {problem} ({examples}); the file must have the "
-                "weights of every layer in the "
-                "configuration"
+                "weights of every layer in the configuration"
             )
 
 
@@ -232,8 +231,7 @@ def load_adapter(backbone: Any, folder: str, subfolder: str) -> None:
     if any("lora_magnitude_vector" in key for key in info.missing_keys):
         raise InputError(
             f"{folder}: adapter: transformers cannot load its DoRA weights. Merge it with "
-            "merge_and_unload of peft, and use the "
-            "result."
+            "merge_and_unload of peft, and use the result."
         )
     refuse_incomplete(f"{folder}: adapter", info.missing_keys, info.mismatched_keys)
     backbone._weight_conversions = (
@@ -310,8 +308,7 @@ def base_of(name: str, subfolder: str, quantize: str) -> Base:
     elif subfolder:
         raise InputError(
             f"{name}: the base of an adapter cannot be a subfolder ({subfolder}) of a Hub "
-            "repository. Download the encoder "
-            "and give its local folder."
+            "repository. Download the encoder and give its local folder."
         )
     return Base(name, hash_of(name), quantize)
 
@@ -324,8 +321,7 @@ def check_base(base: Base, name: str) -> None:
     if found != base.sha256:
         raise InputError(
             f"{name}: base {base.name} has SHA-256 {found}; the adapter was trained on a base with "
-            f"SHA-256 {base.sha256}. "
-            "Restore the original base."
+            f"SHA-256 {base.sha256}. Restore the original base."
         )
 
 

@@ -437,8 +437,7 @@ def _with_passage_tower(
         if key not in given and other.settings.get(key, expected) != expected:
             raise InputError(
                 f"{passage_name}: {key} is {expected} for queries and {other.settings[key]} for "
-                "passages; they must be equal. "
-                f"Set {key} (--model.{key})."
+                f"passages; they must be equal. Set {key} (--model.{key})."
             )
     settings = dict(files.settings)
     for key in ("max_passage_length", "passage_prefix"):

@@ -168,8 +168,7 @@ def make_settings(values: dict[str, Any], source: str) -> EncoderSettings:
     if unknown:
         raise InputError(
             f"{source}: {SETTINGS_FILE} or an argument has an unknown setting "
-            f"({', '.join(unknown)}); known settings are "
-            f"{', '.join(sorted(known))}"
+            f"({', '.join(unknown)}); known settings are {', '.join(sorted(known))}"
         )
     for key in ("query_prefix", "passage_prefix"):
         require_utf8(str(values.get(key)), f"{source}: {key}")
@@ -207,8 +206,7 @@ def model_folder(name: str | Path) -> str:
         if "config.yaml" in files and not any(file in files for file in MODEL_FILES):
             raise InputError(
                 f"{text}: this run has no model/ yet, because its training is not finished. Resume "
-                "the training with contaccum "
-                "train --resume, or use a folder in checkpoints/."
+                "the training with contaccum train --resume, or use a folder in checkpoints/."
             )
         return text
     if os.path.exists(text) or not is_hub_name(text):
@@ -352,8 +350,7 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
     if kinds != expected:
         raise InputError(
             f"{name}: modules are {', '.join(kinds)}; expected Transformer, Pooling, any number of "
-            "Dense, and at most one "
-            "Normalize"
+            "Dense, and at most one Normalize"
         )
     files = _tower_files(name, modules)
     # in sentence-transformers the default similarity is cosine, even without a Normalize module
@@ -362,9 +359,8 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
     if similarity == "dot" and normalized and about.get("truncate_dim"):
         raise InputError(
             f"{name}: truncate_dim is {about['truncate_dim']}, but similarity_fn_name is "
-            f"{about['similarity_fn_name']}. "
-            "Truncated vectors lose the L2 norm of 1. Set similarity_fn_name to cosine in "
-            "config_sentence_transformers.json."
+            f"{about['similarity_fn_name']}. Truncated vectors lose the L2 norm of 1. Set "
+            "similarity_fn_name to cosine in config_sentence_transformers.json."
         )
     pooling = optional_json(name, _join(modules[1].path, "config.json"), dict[str, Any]) or {}
     if pooling.get("include_prompt") is False and any(_prefixes(name, about).values()):

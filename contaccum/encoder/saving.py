@@ -189,8 +189,7 @@ def check_hashes(name: str, hashes: dict[str, str] | None) -> None:
         if not os.path.isfile(path) or sha256_of(path) != expected:
             raise InputError(
                 f"{path}: the file is missing or has changed since the model was saved. Copy the "
-                "model again; if you changed "
-                f"the weights, delete sha256 from {SETTINGS_FILE}."
+                f"model again; if you changed the weights, delete sha256 from {SETTINGS_FILE}."
             )
 
 

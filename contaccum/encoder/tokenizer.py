@@ -74,8 +74,8 @@ def load_tokenizer(files: TowerFiles, trust_remote_code: bool) -> Any:
     if tokenizer.pad_token_id is None:
         raise InputError(
             f"{os.path.join(name, subfolder)}: the tokenizer has neither a padding token nor an "
-            "end-of-text token. Set pad_token "
-            "in tokenizer_config.json, or copy this file from the original model."
+            "end-of-text token. Set pad_token in tokenizer_config.json, or copy this file from "
+            "the original model."
         )
     if files.lower_case:
         backend = tokenizer.backend_tokenizer

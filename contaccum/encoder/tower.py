@@ -225,8 +225,7 @@ class TowerLoader:
             if self.adapters:
                 raise InputError(
                     f"{files.name}: already has an adapter, and lora.rank above 0 would add a "
-                    "second one. Merge the "
-                    "first one with contaccum merge, then train the result."
+                    "second one. Merge the first one with contaccum merge, then train the result."
                 )
             lora.check_base(files.base, files.name)
         elif self.adapters:
@@ -258,9 +257,8 @@ class TowerLoader:
         if family in PADDING_CHANGES_VECTORS:
             warnings.warn(
                 f"{name}: with the model type {family}, padding changes the vectors, so the vector "
-                "of a text depends on the "
-                "other texts of its batch. Choose another encoder, or encode with batch_tokens 1, "
-                "which needs no padding.",
+                "of a text depends on the other texts of its batch. Choose another encoder, or "
+                "encode with batch_tokens 1, which needs no padding.",
                 stacklevel=2,
             )
         if decoder_only(family):
@@ -431,9 +429,8 @@ def check_flash_attention(device: torch.device) -> None:
     if device.type != "cuda" or not is_flash_attn_2_available():
         raise InputError(
             "model.attention is flash_attention_2, which needs a CUDA device (found "
-            f"{device.type}) and the package flash-attn "
-            "(pip install flash-attn --no-build-isolation). Or use auto: PyTorch has its own "
-            "FlashAttention."
+            f"{device.type}) and the package flash-attn (pip install flash-attn "
+            "--no-build-isolation). Or use auto: PyTorch has its own FlashAttention."
         )
 
 

@@ -75,8 +75,7 @@ def matches(pattern: "regex.Pattern[str]", text: str, question_id: str) -> bool:
     except TimeoutError as error:
         raise InputError(
             f"question {question_id}: its answer pattern {pattern.pattern!r} took more than "
-            f"{SECONDS_PER_MATCH:g} s on "
-            "one passage. Simplify nested repetitions such as (a+)+."
+            f"{SECONDS_PER_MATCH:g} s on one passage. Simplify nested repetitions such as (a+)+."
         ) from error
 
 

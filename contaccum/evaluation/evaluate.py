@@ -83,8 +83,7 @@ def evaluate(
             if value != usual[option]:
                 raise InputError(
                     f"{option} is {value!r}; evaluator beir supports only {usual[option]!r}. Leave "
-                    "the option out, or use "
-                    "evaluator contaccum."
+                    "the option out, or use evaluator contaccum."
                 )
         if group.world > 1:
             raise InputError(

@@ -95,8 +95,7 @@ def evaluate_run(
     if run and not judged_run:
         raise InputError(
             f"run and qrels have no query in common; for example, {next(iter(run))!r} is only in "
-            "the run, and "
-            f"{next(iter(qrels))!r} only in the qrels"
+            f"the run, and {next(iter(qrels))!r} only in the qrels"
         )
     if missing := sum(not judged_run.get(query_id) for query_id in qrels):
         warnings.warn(

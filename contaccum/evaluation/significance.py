@@ -146,8 +146,8 @@ def compare(
             other = next(iter(set(values) ^ set(queries)))
             raise InputError(
                 f"the runs were evaluated on different queries: one run has {len(queries)} "
-                "queries, another has "
-                f"{len(values)}. For example, query {other!r} is in only one of these two runs."
+                f"queries, another has {len(values)}. For example, query {other!r} is in only one "
+                "of these two runs."
             )
     # arrays are (queries,)
     one = {seed: np.array([values[query] for query in queries]) for seed, values in first.items()}
@@ -187,10 +187,9 @@ def render_comparison(found: Comparison, measure: str, against: str) -> str:
     """Return a comparison as one line of text. against: name of the second system."""
     return (
         f"{measure} {found.difference:+.4f} against {against} (95 % interval {found.low:+.4f} to "
-        f"{found.high:+.4f}; better on "
-        f"{found.wins} and worse on {found.losses} of {found.queries} queries; p "
-        f"{_compared(found.p_permutation)} by "
-        f"permutation, p {_compared(found.p_t)} by t-test)"
+        f"{found.high:+.4f}; better on {found.wins} and worse on {found.losses} of {found.queries} "
+        f"queries; p {_compared(found.p_permutation)} by permutation, p {_compared(found.p_t)} by "
+        "t-test)"
     )
 
 

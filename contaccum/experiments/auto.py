@@ -133,9 +133,8 @@ class Auto:
         if dev is None and base.distils:
             raise InputError(
                 f"loss.distillation is {base.loss.distillation}, so data.dev must be set. Without "
-                "data.dev, contaccum auto "
-                "splits the training data into training and dev queries, and the split loses the "
-                "teacher scores."
+                "data.dev, contaccum auto splits the training data into training and dev queries, "
+                "and the split loses the teacher scores."
             )
         test = options.test or (base.data.train if options.test_split in splits else None)
         self.test_source = (test, options.test_split) if test else None
@@ -215,8 +214,8 @@ class Auto:
             if found.size is None:
                 raise InputError(
                     f"--memory is {self.options.memory}, but {method} needs "
-                    f"{gigabytes(found.peak)} even with one pair at a "
-                    "time. Lower model.max_passage_length, set lora.rank, or raise --memory."
+                    f"{gigabytes(found.peak)} even with one pair at a time. Lower "
+                    "model.max_passage_length, set lora.rank, or raise --memory."
                 )
             self.state.sizes[method] = found.size
             seconds[method] = self._trial(recipe)
@@ -280,10 +279,8 @@ class Auto:
         if left <= 0:
             raise InputError(
                 f"--time is {self.options.time}, but it leaves no time to train: the measurements "
-                "took "
-                f"{duration(self.state.elapsed)}, and the evaluations need "
-                f"{duration(self.state.evaluation_seconds)}. Use a "
-                "longer time and another folder."
+                f"took {duration(self.state.elapsed)}, and the evaluations need "
+                f"{duration(self.state.evaluation_seconds)}. Use a longer time and another folder."
             )
 
     def _tune(self, candidates: list[Values], budget: float) -> None:
@@ -400,8 +397,8 @@ class Auto:
         if budget:
             left -= TUNING * self.total
             tuning = (
-                f"{len(candidates)} combinations, {duration(TUNING * self.total)}; longest "
-                f"run {duration(budget)}"
+                f"{len(candidates)} combinations, {duration(TUNING * self.total)}; longest run "
+                f"{duration(budget)}"
             )
         return (
             f"micro-batch that fits into {self.options.memory}: {sizes}\n"

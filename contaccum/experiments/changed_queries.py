@@ -86,8 +86,8 @@ def changed_queries(
 
     notes = [
         f"The {SHOWN_QUERIES} queries that gained most in {metric}, and the {SHOWN_QUERIES} that "
-        "lost most. A value is "
-        "the mean over seeds. The passages are those that the model of the first seed ranked first."
+        "lost most. A value is the mean over seeds. The passages are those that the model of the "
+        "first seed ranked first."
     ]
     changed = []
     for group, reference in pairs:

@@ -204,11 +204,10 @@ class Study:
                 changes = "; ".join(config_differences(asdict(other.config), asdict(run.config)))
                 raise InputError(
                     f"{run.folder}: two runs would use this folder: {run.name} and {other.name} "
-                    f"({changes or 'equal settings'}). "
-                    "Its name has no groups of settings, and all characters except letters, digits "
-                    "and ._=+- become underscores. "
-                    "Choose labels and values whose folders differ, or write two entries with "
-                    "different labels."
+                    f"({changes or 'equal settings'}). Its name has no groups of settings, and all "
+                    "characters except letters, digits and ._=+- become underscores. Choose "
+                    "labels and values whose folders differ, or write two entries with different "
+                    "labels."
                 )
             self._check_folder(run)
 
@@ -308,8 +307,7 @@ class Study:
             if changes:
                 raise InputError(
                     f"{run.folder}: this run was made with other settings: {changes}. Use the same "
-                    "settings, or another "
-                    "output_dir."
+                    "settings, or another output_dir."
                 )
         metrics = run.folder / METRICS_FILE
         if metrics.is_file():
@@ -318,8 +316,7 @@ class Study:
                 if found.get(name) != value:
                     raise InputError(
                         f"{metrics}: was computed with {name} {found.get(name)}, but this call has "
-                        f"{value}. Use another "
-                        "output_dir."
+                        f"{value}. Use another output_dir."
                     )
         settings = flat(asdict(run.config))
         key = run.kind, repr(run.config.data), run.config.distils, *map(settings.get, ENCODERS)
@@ -341,8 +338,7 @@ class Study:
                     again = "this file" if name == "test_content" else "the run's folder"
                     raise InputError(
                         f"{file}: {content_of(name, run.config)} changed after this result was "
-                        "computed. Undo the change, or "
-                        f"delete {again} and repeat the command."
+                        f"computed. Undo the change, or delete {again} and repeat the command."
                     )
 
     def run(self) -> Path:
@@ -384,9 +380,8 @@ class Study:
             first = self.failed[0]
             raise Failed(
                 f"{len(self.failed)} runs failed. The first is {first.job.name} (exit code "
-                f"{first.exit_code}, "
-                f"{first.job.log}): {first.last_line.removeprefix('contaccum: ')}. {page} shows "
-                "the other runs"
+                f"{first.exit_code}, {first.job.log}): "
+                f"{first.last_line.removeprefix('contaccum: ')}. {page} shows the other runs"
             )
         return page
 

@@ -79,8 +79,7 @@ def hold_out(
     if not held:
         raise InputError(
             f"{source.path}: has {len(numbers)} training queries; to hold out a dev set, at least "
-            f"{SHARE} "
-            "queries with different texts are needed. Set data.dev to a dev set."
+            f"{SHARE} queries with different texts are needed. Set data.dev to a dev set."
         )
     held.sort()
     passages: list[str] = examples.passages["id"]

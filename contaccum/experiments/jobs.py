@@ -254,8 +254,7 @@ def refuse_changed(
         if saved.get(name) != now:
             raise InputError(
                 f"{folder}: contains results of an earlier call, but {content_of(name, config)} "
-                "changed since then. Undo the "
-                "change, or use another output_dir."
+                "changed since then. Undo the change, or use another output_dir."
             )
 
 

@@ -95,8 +95,8 @@ def _in_new_process(
     if done.returncode:
         raise InputError(
             f"{config.method}: the process that measures a step failed with exit code "
-            f"{done.returncode}; its message is above. "
-            "Exit code -9 usually means that the machine ran out of memory."
+            f"{done.returncode}; its message is above. Exit code -9 usually means that the machine "
+            "ran out of memory."
         )
     return json.loads(done.stdout)
 

@@ -356,8 +356,7 @@ def _drift_by_age(axes: "Axes", groups: list[RunGroup], looks: Looks, _: str) ->
 FIGURES: dict[str, tuple[str, str, str, Draw]] = {
     "metric-time": (
         "{metric} on the test data against training seconds; bars are standard deviations over "
-        "seeds, horizontal lines are "
-        "baselines without training",
+        "seeds, horizontal lines are baselines without training",
         "training seconds", "{metric}", partial(_metric_over, "train_seconds"),
     ),
     "dev-time": ("{metric} on dev during training, one line per seed", "training "
@@ -370,8 +369,7 @@ FIGURES: dict[str, tuple[str, str, str, Draw]] = {
                                                                        "rows", "{metric}", _metric_over_bank),
     "loss": (
         "Loss over steps, mean and range over seeds; methods use different numbers of negatives, "
-        "so do not compare the levels "
-        "of their losses",
+        "so do not compare the levels of their losses",
         "step", "loss", _over_steps("loss"),
     ),
     "grad-ratio": (
@@ -390,8 +388,7 @@ FIGURES: dict[str, tuple[str, str, str, Draw]] = {
     ),
     "bank-drift": (
         "Cosine between stored embeddings and embeddings from the current weights, mean over a "
-        "sample of the bank (solid line: "
-        "queries, dashed line: passages)",
+        "sample of the bank (solid line: queries, dashed line: passages)",
         "step", "cosine", _over_steps("drift_query_cosine", "drift_passage_cosine"),
     ),
     "drift-age": (

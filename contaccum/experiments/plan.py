@@ -56,22 +56,20 @@ def render(measured: dict[str, Measurement], config: TrainConfig, budget: int) -
     lines = [
         table.markdown(),
         f"The memory budget is {gigabytes(budget)} for one process; N = {n}. Peak, s/step and "
-        "epoch belong to the largest B, "
-        f"with a bank of {m} rows. Largest bank: the maximum number of rows that fit with "
-        f"batch.micro_batch_size (B = {b}).",
+        f"epoch belong to the largest B, with a bank of {m} rows. Largest bank: the maximum number "
+        f"of rows that fit with batch.micro_batch_size (B = {b}).",
     ]
     context = max(found.context for found in measured.values())
     if context >= budget:
         used = (
-            f"CUDA and other programs on this GPU use {gigabytes(context)}, so no size fits "
-            "into the budget"
+            f"CUDA and other programs on this GPU use {gigabytes(context)}, so no size fits into "
+            "the budget"
         )
         lines.append(f"{used}. End the other programs, or raise --memory.")
     elif context:
         lines.append(
             f"The peak is the memory that PyTorch reserves, plus {gigabytes(context)} for CUDA and "
-            "other programs on this GPU. "
-            "For the same limit in training, set run.memory_budget to "
+            "other programs on this GPU. For the same limit in training, set run.memory_budget to "
             f"{(budget - context) // 10**6}MB. The environment variable "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces fragmentation; set it for "
             "both the plan and training."

@@ -38,9 +38,8 @@ SAME_MEMORY = (
 )
 MEMORY_NOTE = (
     f"Settings count as equal in memory if no peak is more than {SAME_MEMORY:.0%} above the "
-    "smallest one. On a GPU, the peak is "
-    "the allocated memory. On a CPU, it is the resident memory of the process, which includes "
-    "libraries and data."
+    "smallest one. On a GPU, the peak is the allocated memory. On a CPU, it is the resident "
+    "memory of the process, which includes libraries and data."
 )
 
 
@@ -180,8 +179,8 @@ def constant_age(groups: list[RunGroup]) -> str | None:
     if len(ages) != 1:
         return None
     return (
-        f"Age of all rows in the bank at the start of a step: {ages.pop():g} optimizer steps, "
-        "in every run."
+        f"Age of all rows in the bank at the start of a step: {ages.pop():g} optimizer steps, in "
+        "every run."
     )
 
 
@@ -198,16 +197,13 @@ def _quality_section(
     queries = ", ".join(dict.fromkeys(str(one.found.queries) for one in found))
     footnote = (
         f"A difference in {metric} is a mean over seeds and {queries} queries. The permutation "
-        "test (sign flips) and Student's "
-        "paired t-test check whether the difference of these trained models generalizes to other "
-        "queries. The test in the "
-        "last column (min F', Clark 1973) checks whether it generalizes to other queries and other "
-        "seeds; it needs at least two "
-        "seeds. All p values are two-sided. Holm's method corrects each type of test for the "
-        f"{len(found)} comparisons of this "
-        "report. Effect d is the mean difference divided by the standard deviation of the "
-        "differences. If the reference method "
-        "has several settings, its best setting is the reference."
+        "test (sign flips) and Student's paired t-test check whether the difference of these "
+        "trained models generalizes to other queries. The test in the last column (min F', Clark "
+        "1973) checks whether it generalizes to other queries and other seeds; it needs at least "
+        "two seeds. All p values are two-sided. Holm's method corrects each type of test for the "
+        f"{len(found)} comparisons of this report. Effect d is the mean difference divided by the "
+        "standard deviation of the differences. If the reference method has several settings, its "
+        "best setting is the reference."
     )
     return Section(title, notes, [quality(groups, metric), tests_table(found)], (footnote,))
 
@@ -299,8 +295,7 @@ def _time_section(groups: list[RunGroup], metric: str) -> Section:
     seconds, table = limited
     note = (
         f"The time limit is {seconds:.1f} s, the total training time of the fastest setting. Each "
-        "score is from the last dev "
-        f"evaluation within this limit. {how}"
+        f"score is from the last dev evaluation within this limit. {how}"
     )
     return Section(title, (), [table], (note,))
 

@@ -109,9 +109,8 @@ def largest_micro_batch(probe: "Probe", budget: float) -> FittingSize:
     if len(peaks) < 2:
         raise InputError(
             f"{config.method}: at most one of the micro-batch sizes {', '.join(map(str, sizes))} "
-            "fits into the memory of this "
-            "device, but at least two sizes must be measured to predict the memory. Lower "
-            "model.max_passage_length."
+            "fits into the memory of this device, but at least two sizes must be measured to "
+            "predict the memory. Lower model.max_passage_length."
         )
     high = max(peaks)
     line = {size: peak for size, peak in peaks.items() if size < high}

@@ -97,11 +97,9 @@ def _budget_section(
     title = "At equal training time" if budget.unit == "s" else "At equal budget"
     note = (
         f"Each run has as many steps as the budget of {budget} allows. The unit of cost is one "
-        "forward pass of one pair; a "
-        "backward pass costs 2. A pair costs 3 with one-pass methods. With grad_cache and "
-        "cont_cache, it costs "
-        "1 + 3 * replay.share with partial replay, else 4 - B / N, because the last micro-batch is "
-        "encoded once."
+        "forward pass of one pair; a backward pass costs 2. A pair costs 3 with one-pass methods. "
+        "With grad_cache and cont_cache, it costs 1 + 3 * replay.share with partial replay, else "
+        "4 - B / N, because the last micro-batch is encoded once."
     )
     if found:
         note += " The p values are those of the significance tests in the Quality section."
@@ -226,12 +224,10 @@ def tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:
     heads = [f"{share} of the budget" if share < 1 else "full budget" for share in shares]
     notes = [
         f"The numbers are {metric} on dev with the first seed. All seeds use the chosen values; "
-        "the test data are not used to "
-        "choose. The best quarter of a column's combinations (at least two) are trained again from "
-        "the start, with more steps. "
-        "The next column shows them. Each run completes its own learning rate schedule. A "
-        "combination without a number was not "
-        "trained, or its run failed.",
+        "the test data are not used to choose. The best quarter of a column's combinations (at "
+        "least two) are trained again from the start, with more steps. The next column shows "
+        "them. Each run completes its own learning rate schedule. A combination without a number "
+        "was not trained, or its run failed.",
         "A setting at the edge has the lowest or highest value that was tried: a wider range may "
         "be better.",
     ]

@@ -60,9 +60,8 @@ class Budget(NamedTuple):
         if steps < 1:
             raise InputError(
                 f"--budget: one step of {config.method} costs {price:g} {UNITS[self.unit]}, but a "
-                "run may cost at most "
-                f"{float(self.amount * share):g}. Raise --budget, or lower batch.global_batch_size "
-                "or --rungs."
+                f"run may cost at most {float(self.amount * share):g}. Raise --budget, or lower "
+                "batch.global_batch_size or --rungs."
             )
         return steps
 

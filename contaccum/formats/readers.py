@@ -122,8 +122,7 @@ def read_qrels(path: Path, on_error: OnError = stop) -> Iterator[Judgement]:
                 on_error(
                     location.error(
                         f"found {columns} columns; a line must have 3 columns (query-id, "
-                        "corpus-id, score), "
-                        "or TREC's 4 columns (query, iteration, passage, grade)"
+                        "corpus-id, score), or TREC's 4 columns (query, iteration, passage, grade)"
                     )
                 )
                 columns = 0
@@ -172,8 +171,7 @@ def numbered_examples(
     if kind not in FORMATS:
         raise InputError(
             f"{path}: is a {kind} file; training examples must be DPR JSON, Tevatron JSONL, or "
-            "JSONL with "
-            "query, pos and neg"
+            "JSONL with query, pos and neg"
         )
     return json_records(path, FORMATS[kind].description, reader_of(kind, scores), on_error)
 

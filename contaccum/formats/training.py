@@ -115,8 +115,7 @@ def _scored(
     if scored != passages:
         raise location.error(
             f"found scores for {scored[0]} of {passages[0]} positives and {scored[1]} of "
-            f"{passages[1]} "
-            "negatives; give every passage one score, or give none"
+            f"{passages[1]} negatives; give every passage one score, or give none"
         )
     return example._replace(scores=TeacherScores(positives, negatives))  # type: ignore[arg-type]
 

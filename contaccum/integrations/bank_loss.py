@@ -141,8 +141,7 @@ class BankLoss:
         if not self.begun:
             raise InputError(
                 "the loss was called in training before begin(). Add ContAccumCallback to the "
-                "trainer, or call begin() and "
-                "end_step() in your own loop."
+                "trainer, or call begin() and end_step() in your own loop."
             )
         group = started_elsewhere(queries.device)
         queries, passages, ids = (group.all_rows(each) for each in (queries, passages, ids))
@@ -177,14 +176,12 @@ class BankLoss:
         if width != stored_width:
             raise InputError(
                 f"the vectors have width {width}, but the bank has width {stored_width}; they must "
-                "be equal. For Matryoshka "
-                "training use contaccum train with loss.matryoshka_dims."
+                "be equal. For Matryoshka training use contaccum train with loss.matryoshka_dims."
             )
         if self.hard_negatives and hard != stored:
             raise InputError(
                 f"a batch has {hard} hard negatives per query, but the bank stores {stored} per "
-                "query. Use the same number in "
-                "all data sets, or set hard_negatives=False."
+                "query. Use the same number in all data sets, or set hard_negatives=False."
             )
 
     def _make_bank(self, queries: Tensor, passages: Tensor) -> Bank:

@@ -62,15 +62,13 @@ def push(
         if file.is_symlink() and not file.resolve().is_relative_to(model.resolve()):
             raise InputError(
                 f"{file}: this symbolic link leads out of the model's folder, to {file.resolve()}. "
-                "Replace the link with a "
-                "copy of the file, or delete it."
+                "Replace the link with a copy of the file, or delete it."
             )
     adapter = optional_json(str(model / TOWERS[0]), ADAPTER_FILE, AdapterFile)
     if adapter is not None and os.path.isabs(adapter.get("base_model_name_or_path") or ""):
         raise InputError(
             f"{model}: the adapter's base is a local folder, which nobody else can load. Merge the "
-            "adapter with contaccum "
-            "merge first."
+            "adapter with contaccum merge first."
         )
     if not (model / CARD).exists():
         write_text(model / CARD, write_card(model, repository, licence))
@@ -95,8 +93,8 @@ def push(
         if private and not api.repo_info(repository).private:
             raise InputError(
                 f"{repository}: this repository exists and is public; --private needs a new or a "
-                "private repository. Choose "
-                "another name, or make the repository private on the Hub."
+                "private repository. Choose another name, or make the repository private on the "
+                "Hub."
             )
         sent = api.upload_folder(
             repo_id=repository, folder_path=model, commit_message="Upload by contaccum push"

@@ -125,8 +125,7 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         if not all("input_ids" in each and "attention_mask" in each for each in passages):
             raise InputError(
                 "masking of false negatives identifies passages by their token ids, but input_ids "
-                "or attention_mask is missing. "
-                "Use text inputs, or set mask_false_negatives=False."
+                "or attention_mask is missing. Use text inputs, or set mask_false_negatives=False."
             )
         columns = [
             zip(each["input_ids"].cpu(), each["attention_mask"].cpu().bool(), strict=True)
@@ -181,15 +180,13 @@ class ContAccumCallback(TrainerCallback):
         if args.world_size > 1 and routed and searches:
             raise InputError(
                 f"ddp_find_unused_parameters is {args.ddp_find_unused_parameters}, but the model "
-                "has a Router and trains in "
-                "several processes; set ddp_find_unused_parameters to False, or give the loss a "
-                "mini_batch_size"
+                "has a Router and trains in several processes; set ddp_find_unused_parameters to "
+                "False, or give the loss a mini_batch_size"
             )
         if args.world_size > 1 and not args.dataloader_drop_last:
             raise InputError(
                 "dataloader_drop_last is False with several processes; set it to True, because the "
-                "banks of all processes must "
-                "be equal"
+                "banks of all processes must be equal"
             )
         pairs = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         named = args.resume_from_checkpoint
@@ -217,8 +214,8 @@ def _refuse_other_run(folder: Path, state: Any) -> None:
     ):  # as text, because NaN is not equal to itself
         raise InputError(
             f"{folder}: this checkpoint, whose bank would be used, is of another run than the "
-            "resumed checkpoint. Set "
-            "resume_from_checkpoint in the training arguments to the resumed checkpoint."
+            "resumed checkpoint. Set resume_from_checkpoint in the training arguments to the "
+            "resumed checkpoint."
         )
 
 

@@ -260,8 +260,7 @@ class Index:
             if (found := getattr(manifest.origin, name)) != value:
                 raise InputError(
                     f"{path}: this index belongs to different vectors or settings ({name} "
-                    f"{found!r}, but now {value!r}). "
-                    "Choose another folder, or delete this one."
+                    f"{found!r}, but now {value!r}). Choose another folder, or delete this one."
                 )
         file = Path(folder) / INDEX_FILE
         if not file.is_file() or sha256_of(file) != manifest.sha256:
@@ -276,9 +275,8 @@ class Index:
         if (index.d, index.ntotal) != (manifest.dimension, manifest.rows):
             raise InputError(
                 f"{folder}: the index has {index.ntotal} vectors of dimension {index.d}, but "
-                f"{path} has {manifest.rows} "
-                f"vectors of dimension {manifest.dimension}. Delete the folder to build the index "
-                "again."
+                f"{path} has {manifest.rows} vectors of dimension {manifest.dimension}. Delete the "
+                "folder to build the index again."
             )
         return cls(index, manifest.origin)
 

@@ -265,8 +265,7 @@ def mine(
             if settings.embeddings is None:
                 raise InputError(
                     f"{group.world} processes were started without --embeddings; set it to a "
-                    "folder where the processes share "
-                    "vectors"
+                    "folder where the processes share vectors"
                 )
             passage_vectors(encoder, queries.corpus, settings, group)
     retriever = Retriever.open(encoder or model, queries.corpus, settings, extra=queries.extra)

@@ -320,21 +320,19 @@ def validate_search(settings: SearchConfig, group: Processes = ALONE) -> None:
         if settings.search_params:
             raise InputError(
                 f"search_params {settings.search_params!r} has no effect on the exact index "
-                "'Flat'. Leave search_params out, or "
-                "choose an approximate index with --factory."
+                "'Flat'. Leave search_params out, or choose an approximate index with --factory."
             )
         if settings.index_dir:
             raise InputError(
                 f"index_dir {settings.index_dir!r} has no effect on the exact index 'Flat'. Use "
-                "--embeddings to save the vectors "
-                "that exact search reads."
+                "--embeddings to save the vectors that exact search reads."
             )
         return
     if group.world > 1:
         raise InputError(
             f"index {settings.factory!r} needs one process, but {group.world} were started. Start "
-            "one process (it can read "
-            "embeddings that several processes made), or use the exact index 'Flat'."
+            "one process (it can read embeddings that several processes made), or use the exact "
+            "index 'Flat'."
         )
     if settings.backend == "torch":
         raise InputError(

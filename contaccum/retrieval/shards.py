@@ -160,8 +160,7 @@ def check_folder(folder: Path, job: EncodingJob) -> None:
         if not _OUR_FILES.fullmatch(path.name):
             raise InputError(
                 f"{folder}: contains {path.name!r}, which is not a file of embeddings; choose an "
-                "empty folder or "
-                "a folder of embeddings"
+                "empty folder or a folder of embeddings"
             )
         if path.name != MANIFEST and not path.name.endswith(".shard.json"):
             continue
@@ -205,8 +204,7 @@ def refuse_infinite(kind: str, ids: Sequence[str], vectors: np.ndarray) -> None:
     if not finite.all():
         raise InputError(
             f"{kind} {ids[int(np.argmin(finite))]!r}: its vector contains NaN, infinity or a "
-            "number too large for "
-            f"{vectors.dtype}; expected finite numbers"
+            f"number too large for {vectors.dtype}; expected finite numbers"
         )
 
 
@@ -367,9 +365,8 @@ class ShardFolder(Sequence[Shard]):
                 start, stop = self.job.span(number)
                 raise InputError(
                     f"{path}: shards[{number}] is {record.vectors} with {record.rows} vectors of "
-                    f"dimension {record.dimension}; "
-                    f"expected {_names(number, self.job)[0]} with {stop - start} vectors of "
-                    f"dimension {self.dimension}"
+                    f"dimension {record.dimension}; expected {_names(number, self.job)[0]} with "
+                    f"{stop - start} vectors of dimension {self.dimension}"
                 )
         count = len(self._records)
         self._numbers = range(count * rank // world, count * (rank + 1) // world)
@@ -377,14 +374,12 @@ class ShardFolder(Sequence[Shard]):
         if encoder is not None and self.job.encoder != encoder:
             raise InputError(
                 f"{path}: these embeddings were made by a different encoder (encoder "
-                f"{self.job.encoder!r}, not {encoder!r}). "
-                "Use another folder."
+                f"{self.job.encoder!r}, not {encoder!r}). Use another folder."
             )
         if source is not None and self.job.source != source:
             raise InputError(
                 f"{path}: these embeddings were made from different data (source "
-                f"{self.job.source!r}, not {source!r}). "
-                "Use another folder."
+                f"{self.job.source!r}, not {source!r}). Use another folder."
             )
 
     def __len__(self) -> int:
@@ -422,8 +417,8 @@ class ShardFolder(Sequence[Shard]):
         if (vectors.shape, vectors.dtype, len(ids)) != (shape, self.job.dtype, len(vectors)):
             raise InputError(
                 f"{path}: contains {vectors.dtype} vectors of shape {vectors.shape}, with "
-                f"{len(ids)} ids in {record.ids}; "
-                f"expected {self.job.dtype} vectors of shape {shape}, each with an id"
+                f"{len(ids)} ids in {record.ids}; expected {self.job.dtype} vectors of shape "
+                f"{shape}, each with an id"
             )
         return Shard(ids, vectors)
 

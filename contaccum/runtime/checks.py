@@ -75,10 +75,8 @@ def require_known_ids(largest: int, vocabulary: int | None, tokenizer: Any) -> N
         name = "no token" if token is None else ascii(token)
         raise InputError(
             f"{tokenizer.name_or_path}: the tokenizer gives the token id {largest} ({name}), but "
-            f"the encoder has {vocabulary} "
-            f"word embeddings; expected ids below {vocabulary}. Copy the files of the tokenizer "
-            "again, or remove this token from "
-            "the texts."
+            f"the encoder has {vocabulary} word embeddings; expected ids below {vocabulary}. Copy "
+            "the files of the tokenizer again, or remove this token from the texts."
         )
 
 

@@ -117,8 +117,7 @@ def refuse_url(path: str | Path) -> None:
         scheme, rest = address.groups()
         raise InputError(
             f"{scheme}://{rest}: an address with the scheme {scheme} is not a local path. Mount "
-            "the storage as a folder, for "
-            "example with rclone mount, and use the folder."
+            "the storage as a folder, for example with rclone mount, and use the folder."
         )
 
 
@@ -299,8 +298,7 @@ def decode_json(text: str, type_: Any, where: str, *, version: int | None = None
             if found != version or isinstance(found, bool):
                 raise InputError(
                     f"{where}: has format_version {found!r}, but this version of contaccum reads "
-                    f"{version}. Use the "
-                    "version of contaccum that wrote the file."
+                    f"{version}. Use the version of contaccum that wrote the file."
                 )
         return check_type(value, type_, where)
     except InputError:

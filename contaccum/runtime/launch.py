@@ -16,12 +16,10 @@ from contaccum.errors import InputError, Interrupted
 
 _LAUNCH_HELP = (
     "Start the processes with torchrun or accelerate launch. With another launcher, set RANK, "
-    "LOCAL_RANK, WORLD_SIZE, "
-    "MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port on that host). With srun, copy "
-    "the first three from "
-    "SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS. With mpirun, copy them from "
-    "OMPI_COMM_WORLD_RANK, "
-    "OMPI_COMM_WORLD_LOCAL_RANK and OMPI_COMM_WORLD_SIZE."
+    "LOCAL_RANK, WORLD_SIZE, MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port on that "
+    "host). With srun, copy the first three from SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS. "
+    "With mpirun, copy them from OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_LOCAL_RANK and "
+    "OMPI_COMM_WORLD_SIZE."
 )
 
 
@@ -72,8 +70,7 @@ def check_launch() -> int:
     elif {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= os.environ.keys() and "RANK" not in os.environ:
         raise InputError(
             "accelerate launch started one process instead of several: on CPUs, it needs MPI to "
-            "start several. Use "
-            "torchrun --nproc_per_node N."
+            "start several. Use torchrun --nproc_per_node N."
         )
     return world
 
@@ -99,24 +96,22 @@ def refuse_ignored_launch(precision: str) -> None:
         if os.environ.get(variable, "false").lower() == "true":
             raise InputError(
                 f"accelerate launch was configured for {name}, which has no effect here. If the "
-                "model does not fit on "
-                "one device, start with torchrun or accelerate launch --multi_gpu, and set "
-                "run.sharding to fsdp."
+                "model does not fit on one device, start with torchrun or accelerate launch "
+                "--multi_gpu, and set run.sharding to fsdp."
             )
     mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if mixed not in ("no", precision):
         raise InputError(
             f"accelerate launch was given --mixed_precision {mixed}, but run.precision is "
-            f"{precision}. Set "
-            "run.precision, or remove the option from the command line or from accelerate's config "
-            "file."
+            f"{precision}. Set run.precision, or remove the option from the command line or from "
+            "accelerate's config file."
         )
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if backend != "no":
         raise InputError(
             f"accelerate launch was given --dynamo_backend {backend}, which has no effect here. "
-            "Use run.compile "
-            "instead, and remove the option from the command line or from accelerate's config file."
+            "Use run.compile instead, and remove the option from the command line or from "
+            "accelerate's config file."
         )
 
 

@@ -85,8 +85,8 @@ def _acquire(lock: SoftFileLock, path: Path) -> None:
         except Timeout as error:
             raise InputError(
                 f"{path}: {_holder(path)} is using the folder of this lock file. If that process "
-                "has ended, delete the lock "
-                "file. Otherwise, wait until it ends, or choose another folder."
+                "has ended, delete the lock file. Otherwise, wait until it ends, or choose "
+                "another folder."
             ) from error
     if before:
         print(f"{path}: {before} has ended; this process takes over its lock", file=sys.stderr)

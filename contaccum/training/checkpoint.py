@@ -109,9 +109,8 @@ def restore(
         if not any(value.shape == parameter.shape for value in saved.values()):
             raise InputError(
                 f"{checkpoint.folder}: no optimizer state for parameter {name} of shape "
-                f"{tuple(parameter.shape)}, so the "
-                "checkpoint is of another model. Resume with the model settings that the run "
-                "started with."
+                f"{tuple(parameter.shape)}, so the checkpoint is of another model. Resume with the "
+                "model settings that the run started with."
             )
         for key, value in saved.items():
             is_count = value.ndim == 0 and not value.is_floating_point()  # see _optimizer_tensors

@@ -192,8 +192,8 @@ def write_environment(run: Path, engine: Engine, resumed: bool) -> None:
         if resumed and device.type == "cpu" and before != threads:
             warnings.warn(
                 f"{run}: this run had {before} threads and now has {threads}, so its weights can "
-                "differ in the last digits from "
-                f"those of an uninterrupted run. For the same bytes, set OMP_NUM_THREADS={before}.",
+                "differ in the last digits from those of an uninterrupted run. For the same "
+                f"bytes, set OMP_NUM_THREADS={before}.",
                 stacklevel=2,
             )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()

@@ -108,8 +108,7 @@ class Training:
             if others := engine.differing(value):
                 raise InputError(
                     f"{name} is not the same in all processes ({others}). Every machine needs the "
-                    "same config, data and "
-                    "output_dir."
+                    "same config, data and output_dir."
                 )
 
         # encoder
@@ -236,8 +235,7 @@ class Training:
                     bank.rollback()
                     raise InputError(
                         f"{error}; {self.save_good_state()}. Continue with --resume "
-                        "--allow_changes true and a lower "
-                        "optim.learning_rate."
+                        "--allow_changes true and a lower optim.learning_rate."
                     ) from error
                 if values is None:  # out of memory: repeat the step with smaller micro-batches
                     prepared.close()
@@ -271,8 +269,7 @@ class Training:
                 if self.done == 1 and values["negatives"] == 0 and not by_score and engine.is_main:
                     warnings.warn(
                         "step 1: no query has a negative, so nothing is learned. Use more training "
-                        "queries, or a "
-                        "batch.micro_batch_size above 1.",
+                        "queries, or a batch.micro_batch_size above 1.",
                         stacklevel=2,
                     )
 

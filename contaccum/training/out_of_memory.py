@@ -31,20 +31,16 @@ def out_of_memory(error: BaseException) -> bool:
 
 _ONE_PROCESS = (
     "out of memory outside the forward and backward passes (weights, bank, optimizer or "
-    "evaluation); smaller "
-    "micro-batches do not help there. Start a new run with optim.name adamw_8bit, lora.rank, "
-    "model.tie_towers or a "
-    "smaller model. If an evaluation failed, continue with --resume and a smaller "
-    "run.eval_batch_tokens."
+    "evaluation); smaller micro-batches do not help there. Start a new run with optim.name "
+    "adamw_8bit, lora.rank, model.tie_towers or a smaller model. If an evaluation failed, continue "
+    "with --resume and a smaller run.eval_batch_tokens."
 )
 _SEVERAL_PROCESSES = (
     "out of memory in one of several processes; the step cannot be retried, because the other "
-    "processes wait for this "
-    "one. Continue with --resume --allow_changes true and a smaller batch.micro_batch_size, or "
-    "with --resume and a "
-    "smaller run.eval_batch_tokens if an evaluation failed. If NCCL, which sends messages between "
-    "GPUs, ran out of "
-    "memory, a smaller run.memory_budget leaves more for it."
+    "processes wait for this one. Continue with --resume --allow_changes true and a smaller "
+    "batch.micro_batch_size, or with --resume and a smaller run.eval_batch_tokens if an evaluation "
+    "failed. If NCCL, which sends messages between GPUs, ran out of memory, a smaller "
+    "run.memory_budget leaves more for it."
 )
 
 

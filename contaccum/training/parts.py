@@ -91,10 +91,9 @@ def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> En
         elif used != {of_model} and (in_config is None or in_config not in used):
             warnings.warn(
                 f"data.mixture: training uses these values of {name}: "
-                f"{', '.join(map(repr, sorted(used)))}, but the "
-                f"model is saved with {of_model!r}, and evaluation and search use this value. Set "
-                f"model.{name} to the "
-                "value that evaluation and search should use.",
+                f"{', '.join(map(repr, sorted(used)))}, but the model is saved with {of_model!r}, "
+                f"and evaluation and search use this value. Set model.{name} to the value that "
+                "evaluation and search should use.",
                 stacklevel=2,
             )
     return settings

@@ -113,8 +113,7 @@ def require_lock(run: Path) -> None:
     if not (run / LOCK_FILE).exists():
         raise InputError(
             f"{run}: this folder was renamed or deleted during the run. If it still exists, "
-            "continue with --resume and its new "
-            "name."
+            "continue with --resume and its new name."
         )
 
 
@@ -143,8 +142,8 @@ def refuse_fixed_changes(config: TrainConfig) -> None:
     if changes := _changes(flat(read_config(Path(config.output_dir))), settings, fixed):
         raise InputError(
             f"output_dir {config.output_dir}: the checkpoints need these settings unchanged: "
-            f"{'; '.join(changes)}. Undo the "
-            "changes, or start a new run; --allow_changes does not allow these changes."
+            f"{'; '.join(changes)}. Undo the changes, or start a new run; --allow_changes does not "
+            "allow these changes."
         )
 
 

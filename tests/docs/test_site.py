@@ -26,8 +26,8 @@ def test_the_command_reference_names_every_verb_and_setting():
         ):
             assert re.search(rf"^\| `--{re.escape(name)}[`,]", train, re.M), name
     about = (
-        "Number of steps between two checkpoints. The last step always writes a checkpoint. "
-        "0: only at the end."
+        "Number of steps between two checkpoints. The last step always writes a checkpoint. 0: "
+        "only at the end."
     )
     assert f"| `--run.save_steps` | {about} Range: at least 0. | `500` |" in train
     assert "One of: cls, mean, last." in train

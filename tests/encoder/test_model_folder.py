@@ -31,9 +31,8 @@ def trained(tmp_path_factory) -> tuple[Path, Path]:
         "search --model {run} --data {data} --output {out}/run.trec",
         "mine --model {run} --data {data} --split train --output {out}/mined.jsonl",
         "train --model.name {run} --data.train {data} --output_dir {out}/again --method in_batch "
-        "--optim.max_steps 1 "
-        "--batch.global_batch_size 4 --batch.micro_batch_size 4 --model.max_query_length 8 "
-        "--model.max_passage_length 8",
+        "--optim.max_steps 1 --batch.global_batch_size 4 --batch.micro_batch_size 4 "
+        "--model.max_query_length 8 --model.max_passage_length 8",
         "push {run} somebody/name --dry_run",
     ],
 )

@@ -181,8 +181,8 @@ def test_changed_guide_is_refused_on_resume(folder):
 
 
 MISSING = (
-    "loss.guide: no/such/guide: no such folder; expected the folder of a model or of a run, "
-    "or a Hub name"
+    "loss.guide: no/such/guide: no such folder; expected the folder of a model or of a run, or a "
+    "Hub name"
 )
 
 

@@ -424,8 +424,7 @@ def test_peak_memory_excludes_the_parent_process():
     block = np.ones(2**30, dtype=np.uint8)
     script = (
         "import numpy as np; from contaccum.runtime.processes import peak_resident; before = "
-        "peak_resident();"
-        "block = np.ones(2**28, dtype=np.uint8); print(before, peak_resident())"
+        "peak_resident();block = np.ones(2**28, dtype=np.uint8); print(before, peak_resident())"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

@@ -153,8 +153,8 @@ def test_help_and_config_errors_do_not_import_torch(arguments, code, tmp_path):
 def test_import_check_detects_torch(tmp_path):
     """Negative control: evaluation imports torch."""
     script = (
-        f"import sys; import contaccum.evaluation.evaluate; print([name for name in {HEAVY} "
-        "if name in sys.modules])"
+        f"import sys; import contaccum.evaluation.evaluate; print([name for name in {HEAVY} if "
+        "name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

@@ -279,8 +279,7 @@ def test_run_ends_with_one_sentence_when_its_folder_moves(act, scene, tmp_path):
     assert process.returncode == 2
     assert [line for line in said.splitlines() if line.startswith("contaccum: ")] == [
         f"contaccum: {run}: this folder was renamed or deleted during the run. If it still exists, "
-        "continue with "
-        "--resume and its new name."
+        "continue with --resume and its new name."
     ]
     assert "Traceback" not in said
     if act != "replaced":
