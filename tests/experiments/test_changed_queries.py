@@ -20,6 +20,7 @@ from contaccum.experiments.changed_queries import (
 )
 from contaccum.experiments.run_records import group_runs, load_run_record
 from contaccum.retrieval.retriever import Retriever
+from contaccum.retrieval.runs import ranked
 
 CANARY = "document.body.id='canary'"
 HOSTILE = f'<script>{CANARY}</script><img src=x onerror="{CANARY}">{{{{1}}}}'
@@ -72,7 +73,7 @@ def test_metrics_list_the_first_five_passages_of_each_query_with_their_grades(da
     found = evaluate("bm25", str(data))["first_passages"]
     assert found.keys() == judged.queries.keys()
     for query, grades in found.items():
-        assert list(grades) == [passage for passage, _ in run[query][:5]]
+        assert list(grades) == [passage for passage, _ in ranked(run[query])[:5]]
         assert all(
             grade == judged.qrels[query].get(passage, 0) for passage, grade in grades.items()
         )
