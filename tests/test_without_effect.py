@@ -11,6 +11,7 @@ from contaccum.retrieval.runs import write_run
 BM25 = ["--model", "bm25"]
 SCORED = ["evaluate", "--run", "run.trec", "--qrels", "data/qrels/test.tsv"]
 SEARCHED = ["evaluate", *BM25, "--data", "data"]
+ANSWERED = ["evaluate", *BM25, "--questions", "questions.csv", "--passages", "data"]
 WRITTEN = ["search", *BM25, "--data", "data", "--output", "out.trec"]
 LOOKED = ["search", *BM25, "--data", "data", "--query", "red fox"]
 MINED = ["mine", *BM25, "--data", "data", "--output", "mined.jsonl"]
@@ -20,11 +21,12 @@ CASES = [
     (SCORED, BM25, "model with --run"),
     (SCORED, ["--repair"], "repair with --run"),
     (SCORED, ["--factory", "SQ8"], "factory with --run"),
-    (SCORED, ["--metric", "mrr@10"], "metric without --against"),
+    (SCORED, ["--metric", "mrr@10"], None),
     (SCORED, ["--match", "regex"], "match without --questions"),
     (SCORED, ["--metric", "mrr@10", "--against", "run.trec"], None),
     (SCORED, ["--relevance_level", "2", "--strict", "--timeout_minutes", "5"], None),
-    (SEARCHED, ["--metric", "mrr@10"], "metric without --against"),
+    (SEARCHED, ["--metric", "mrr@10"], None),
+    (ANSWERED, ["--metric", "mrr@10"], "metric with --questions"),
     (SEARCHED, ["--factory", "SQ8"], "factory with --model bm25"),
     (SEARCHED, ["--embeddings", "vectors"], "embeddings with --model bm25"),
     (SEARCHED, ["--pooling", "cls"], "pooling with --model bm25"),
@@ -54,6 +56,7 @@ CASES = [
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("effect")
     data = write_beir(folder / "data", 12)
+    (folder / "questions.csv").write_text("why\t['fox']\n")
     write_run(folder / "run.trec", search(EncoderConfig("bm25"), str(data)))
     return folder
 

@@ -101,7 +101,7 @@ def _evaluate(
         output = task.output if is_main() else None
         if task.against is None:
             return render_metrics(
-                evaluate_run_file(run, qrels, output, task.relevance_level, policy)
+                evaluate_run_file(run, qrels, output, task.relevance_level, policy), task.metric
             )
         refuse_input_as_output(output, run, qrels, task.against)
         metrics = evaluate_run_file(run, qrels, None, task.relevance_level, policy)
@@ -109,7 +109,8 @@ def _evaluate(
         tested = compare({0: metrics["per_query"]}, {0: other["per_query"]}, task.metric)
         # only after the second run was found to be valid
         save_metrics(metrics, output, {"run": run, "data": qrels})
-        return render_metrics(metrics) + "\n" + render_comparison(tested, task.metric, task.against)
+        compared = render_comparison(tested, task.metric, task.against)
+        return f"{render_metrics(metrics, task.metric)}\n{compared}"
 
     with joined(encoder.timeout_minutes) as group:
         how: dict[str, Any] = {
@@ -133,7 +134,8 @@ def _evaluate(
         if len(sets) > 1:
             return render_benchmark(evaluate_benchmark(encoder, str(task.data), **how))
         # "scifact," names one data set
-        return render_metrics(evaluate(encoder, sets[0].data if sets else str(task.data), **how))
+        data = sets[0].data if sets else str(task.data)
+        return render_metrics(evaluate(encoder, data, **how), task.metric)
 
 
 def _mine(

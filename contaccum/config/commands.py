@@ -126,7 +126,7 @@ class EvaluateConfig:
     against: str | None = setting(None, metavar="FILE")
     """Second run file. A significance test compares --run with this file, query by query."""
     metric: str = "ndcg@10"
-    """Metric that the significance test compares."""
+    """Metric whose confidence interval is printed, and that the significance test compares."""
     k: PositiveInt = 100
     """Number of passages to find for each query."""
     output: str | None = setting(None, metavar="FILE")
@@ -331,14 +331,13 @@ def unused_in_evaluate(
     else:
         yield from unused_with_bm25(encoder, settings)
     if task.questions is not None:
-        of_task = {"--split", "--relevance_level", "--evaluator"} & set(changed(task))
+        ranking = {"--split", "--relevance_level", "--evaluator", "--metric"}
+        of_task = ranking & set(changed(task))
         for option in sorted(of_task | ({"--strict"} & set(changed(policy)))):
             yield f"{option} has no effect with --questions"
     else:
         for option in sorted({"--match", "--processes"} & set(changed(task))):
             yield f"{option} has no effect without --questions"
-    if task.against is None and task.metric != EvaluateConfig.metric:
-        yield "--metric has no effect without --against"
 
 
 def unused_in_mine(

@@ -185,11 +185,22 @@ def read_metrics(path: Path) -> dict[str, Any]:
     return {**read_json(path), **metrics}
 
 
-def render_metrics(metrics: Metrics) -> str:
-    """Return the means as text: a table with a row for each measure and a column for each cutoff."""
+def render_metrics(metrics: Metrics, metric: str = "ndcg@10") -> str:
+    """Return the means as text: a table with a row for each measure and a column for each cutoff.
+
+    The last line has the number of queries and, if ``metric`` was computed, its 95 % confidence
+    interval over queries.
+    """
     mean = metrics["mean"]
     if not all("@" in name for name in mean):  # answer accuracy: top1, top5, ...
         return "\n".join(f"{name:8s} {value:.4f}" for name, value in mean.items())
+    last_line = f"{metrics['queries']} queries"
+    if metric in mean:
+        # imports scipy.stats, which takes a second and training does not need
+        from contaccum.evaluation.significance import mean_interval
+
+        low, high = mean_interval([values[metric] for values in metrics["per_query"].values()])
+        last_line += f"; {metric} {mean[metric]:.4f}, 95 % interval {low:.4f} to {high:.4f}"
     measures = list(dict.fromkeys(name.split("@")[0] for name in mean))
     cutoffs = list(dict.fromkeys(name.split("@")[1] for name in mean))
     header = " " * 10 + "".join(f"{'@' + cutoff:>9s}" for cutoff in cutoffs)
@@ -198,7 +209,7 @@ def render_metrics(metrics: Metrics) -> str:
         rows.append(
             f"{measure:10s}" + "".join(f"{mean[f'{measure}@{cutoff}']:9.4f}" for cutoff in cutoffs)
         )
-    return "\n".join([header, *rows, f"{metrics['queries']} queries"])
+    return "\n".join([header, *rows, last_line])
 
 
 def render_benchmark(result: Mapping[str, Any]) -> str:

@@ -1,5 +1,7 @@
 """Test whether two systems differ significantly on the same queries: paired tests, effect size, and Holm's correction.
 
+``mean_interval`` is for a single system: the interval of its mean over queries.
+
 A system may be trained with several random seeds. The values of one query with different seeds are
 not independent, so they are averaged first. ``permutation_test`` and ``t_test`` then get one
 difference per query. The two tests show whether the difference between these trained models holds
@@ -17,6 +19,7 @@ from contaccum.errors import InputError
 
 RESAMPLES = 9999
 """Number of random sign flips. With n <= 13 queries, all 2^n sign flips are used instead."""
+BOOTSTRAP_SAMPLES = 2000
 BATCH = 256  # number of sign flips in memory at a time
 ROUNDING = (
     1e-12  # metrics are at most 1, so a smaller difference is a rounding error of means over seeds
@@ -52,6 +55,21 @@ class Comparison:
     p_both: float | None
     """Two-sided p over queries and seeds, see ``over_both``. None: the systems have fewer than two
     common seeds."""
+
+
+def mean_interval(values: ArrayLike, seed: int = 0) -> tuple[float, float]:
+    """Return a 95 % confidence interval of a mean over queries. values: one value per query, (n,).
+
+    Percentile bootstrap: the interval contains 95 % of the means of random samples of n queries,
+    drawn with replacement. Source: Efron 1979.
+    """
+    known = np.asarray(values, dtype=np.float64)
+    random = np.random.default_rng(seed)
+    means = [
+        known[random.integers(len(known), size=len(known))].mean() for _ in range(BOOTSTRAP_SAMPLES)
+    ]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
 
 
 def permutation_test(differences: ArrayLike, seed: int = 0) -> float:

@@ -11,6 +11,7 @@ from contaccum.evaluation.significance import (
     Comparison,
     compare,
     holm,
+    mean_interval,
     over_both,
     permutation_test,
     render_comparison,
@@ -52,6 +53,16 @@ def test_t_is_scipys_paired_t():
     one, two = np.random.default_rng(0).normal([[0.2], [0.0]], 1, (2, 30))
     peer = stats.ttest_rel(one, two)
     assert t_test(one - two) == pytest.approx((peer.statistic, peer.pvalue))
+
+
+def test_interval_of_a_mean_is_scipys_bootstrap_and_narrows_with_more_queries():
+    values = np.random.default_rng(0).beta(0.5, 0.3, 200)
+    peer = stats.bootstrap((values,), np.mean, method="percentile", n_resamples=20_000, rng=1)
+    low, high = mean_interval(values)
+    assert (low, high) == pytest.approx(tuple(peer.confidence_interval), abs=0.005)
+    narrow = mean_interval(np.tile(values, 4))
+    assert narrow[1] - narrow[0] == pytest.approx((high - low) / 2, rel=0.1)
+    assert mean_interval([0.25]) == (0.25, 0.25)
 
 
 def test_no_difference_at_all_is_no_evidence():
