@@ -169,6 +169,8 @@ class StopSignals:
             ):
                 # in a program that called ``train``, such as a notebook, which should not end
                 raise KeyboardInterrupt
+            # not print: the signal may have interrupted a print
+            os.write(2, b"contaccum: stopped at once by a second signal\n")
             os._exit(128 + number)
         self.received = number
         if not self._deferred:

@@ -1,10 +1,11 @@
 """Training loop, the same for every method: optimizer steps, log, evaluation and checkpoints."""
 
+import itertools
 import math
 import sys
 import time
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,13 @@ from contaccum.training.trackers import check_trackers
 DEV_DEPTH = max(METRIC_CUTS)  # number of passages to retrieve for each dev query
 
 
-def train(config: TrainConfig) -> Path:
+def train(config: TrainConfig, after_step: "Callable[[Training], None] | None" = None) -> Path:
     """Train a model with the settings ``config``.
 
     Return the folder of the trained model, ``output_dir/model``.
+
+    after_step: function that is called after each optimizer step. It may change the number of
+    steps with ``Training.set_total``, for example to end at a given time.
 
     Raises InputError for errors that the user can fix. In training, Ctrl-C or SIGTERM saves a
     checkpoint and raises Interrupted.
@@ -63,7 +67,7 @@ def train(config: TrainConfig) -> Path:
         try:
             if run.memory_budget is not None:
                 engine.limit_memory(parse_bytes(run.memory_budget))
-            training = Training(config, engine)
+            training = Training(config, engine, after_step)
             with signals.deferred(), closing(training.log):
                 training.run(signals)
         except BaseException as error:
@@ -84,8 +88,13 @@ class Training:
     It starts at the newest checkpoint if ``resume`` is set and a checkpoint exists, else at step 0.
     """
 
-    def __init__(self, config: TrainConfig, engine: Engine) -> None:
-        self.config, self.engine = config, engine
+    def __init__(
+        self,
+        config: TrainConfig,
+        engine: Engine,
+        after_step: "Callable[[Training], None] | None" = None,
+    ) -> None:
+        self.config, self.engine, self.after_step = config, engine, after_step
         self.folder = Path(config.output_dir)
         checkpoint = newest_checkpoint(self.folder) if config.resume else None
         if checkpoint:
@@ -248,6 +257,8 @@ class Training:
                 unlogged += 1
                 seconds += time.perf_counter() - start
                 waited += got_data - start
+                if self.after_step is not None:
+                    self.after_step(self)
 
                 # log
                 values["seconds"] = seconds / unlogged
@@ -312,7 +323,15 @@ class Training:
         A background thread prepares the next steps.
         """
         size = self.micro_batch_size.now
-        return prefetch(self.prepare_step(step, size) for step in range(self.done, self.total))
+        # ``after_step`` may raise the number of steps
+        steps = itertools.count(self.done) if self.after_step else range(self.done, self.total)
+        return prefetch(self.prepare_step(step, size) for step in steps)
+
+    def set_total(self, total: int) -> None:
+        """Change the number of steps. From the next step on, the learning rate falls to 0 at the new end."""
+        self.total = max(self.done, total)
+        if self.engine.is_main:
+            self.log.bar.total = self.total
 
     def prepare_step(self, step: int, size: int) -> list[MicroBatch]:
         """Return the micro-batches of one step, in page-locked memory if they will be copied to a GPU."""

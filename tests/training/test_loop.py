@@ -49,6 +49,15 @@ def data(tmp_path):
     return write_beir(tmp_path / "data")
 
 
+@pytest.mark.parametrize("total", [3, 6, 9])
+def test_a_changed_number_of_steps_ends_the_run_and_its_schedule(total, data, tmp_path):
+    """Of 6 planned steps; the number is changed after the first one."""
+    config = train_config(data, tmp_path / "run", **{"optim.warmup_steps": 0})
+    train(config, lambda training: training.set_total(total) if training.done == 1 else None)
+    rates = [line["learning_rate"] for line in read_log(tmp_path / "run")]
+    assert rates == pytest.approx([1e-3, *(1e-3 * (1 - step / total) for step in range(1, total))])
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_training_on_one_query_warns_that_there_are_no_negatives(count, tmp_path):
     file = tmp_path / "pairs.jsonl"

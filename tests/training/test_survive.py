@@ -81,7 +81,8 @@ def test_second_signal_ends_the_run_at_once(data, tmp_path):
     process.send_signal(signal.SIGTERM)
     assert "again to stop at once" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
-    process.communicate()
+    _, said = process.communicate()
+    assert said == "contaccum: stopped at once by a second signal\n"
     assert process.returncode == 143
     assert newest_checkpoint(run).state["step"] == 2
     assert (run / LOCK_FILE).exists()
