@@ -1,4 +1,4 @@
-"""Micro-batches (token ids of queries and passages, and passage ids), and batches with a maximum number of tokens."""
+"""Micro-batches (token ids and passage ids), and batches with a maximum number of tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -85,7 +85,9 @@ ONE_TOKEN = Tokens(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=t
 
 @dataclass(frozen=True)
 class RowIds:
-    """Passage ids for each query: one positive and the hard negatives (``columns``), and all known positives (``positives``).
+    """Passage ids for each query.
+
+    ``columns`` has one positive and the hard negatives, ``positives`` all known positives.
 
     Optional: teacher scores of the passages in ``columns``, and the row number of each query in the
     training set.
@@ -106,7 +108,10 @@ class RowIds:
 
     @staticmethod
     def merge(parts: "list[RowIds]", how: Callable[[list[Tensor]], Tensor]) -> "RowIds":
-        """Merge ``parts`` field by field. how: function that merges the tensors of one field, such as torch.cat."""
+        """Merge ``parts`` field by field.
+
+        how: function that merges the tensors of one field, such as torch.cat.
+        """
         merged: dict[str, Tensor] = {}
         for name in ("columns", "positives", "teacher", "queries"):
             given = [tensor for part in parts if (tensor := getattr(part, name)) is not None]

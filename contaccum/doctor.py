@@ -110,7 +110,7 @@ def _version(package: str) -> str | None:
 
 
 def packages(requirements: list[str]) -> Diagnosis:
-    """Check whether the installed packages meet requirements such as torch>=2.6, except those of extras."""
+    """Check whether installed packages meet requirements such as torch>=2.6, without extras."""
     if not requirements:
         found = "contaccum is not installed, so its requirements are unknown"
         return Diagnosis("note", "packages", found, "pip install -e .")
@@ -265,7 +265,7 @@ def flash_attention(gpus: list[str]) -> Diagnosis:
 
 
 def faiss() -> Iterator[Diagnosis]:
-    """Check searches with faiss on the CPU and on each GPU, in a child process that imports torch first."""
+    """Check searches with faiss on the CPU and each GPU, in a child that imports torch first."""
     if find_spec("faiss") is None:
         advice = (
             "pip install 'contaccum[cpu]', or, for a GPU, pip install faiss-gpu-cu12; exact "
@@ -350,7 +350,7 @@ def threads() -> Diagnosis:
 
 
 def memory() -> Diagnosis:
-    """Report the free memory of the machine, or of the control group (container) if the group has less.
+    """Report the free memory of the machine, or of the control group (container) if less.
 
     Cached content of files counts as free, because Linux drops it if a process needs the memory.
     """
@@ -377,7 +377,7 @@ def memory() -> Diagnosis:
 
 
 def disks() -> Iterator[Diagnosis]:
-    """Check the folders that commands write to: the current folder, the cache, the Hub cache and the temporary folder."""
+    """Check the folders that commands write to: current folder, caches and temporary folder."""
     yield _disk("this folder", Path.cwd(), "change to another folder, or give --output_dir")
     try:
         yield _disk("cache", cache_folder(), "set CONTACCUM_CACHE to a folder on another disk")

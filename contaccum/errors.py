@@ -31,7 +31,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with escapes such as \\x1b instead of control characters, because a terminal would obey them."""
+    """Return ``text`` with escapes such as \\x1b for control characters, which terminals obey."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 

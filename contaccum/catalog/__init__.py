@@ -11,9 +11,10 @@ from contaccum.errors import InputError
 from contaccum.runtime.files import refuse_url
 
 NANO = {
-    "arguana": "ArguAna", "climate-fever": "ClimateFEVER", "dbpedia-entity": "DBPedia", "fever": "FEVER", "fiqa": "FiQA2018",
-    "hotpotqa": "HotpotQA", "msmarco": "MSMARCO", "nfcorpus": "NFCorpus", "nq": "NQ", "quora": "QuoraRetrieval",
-    "scidocs": "SCIDOCS", "scifact": "SciFact", "webis-touche2020": "Touche2020",
+    "arguana": "ArguAna", "climate-fever": "ClimateFEVER", "dbpedia-entity": "DBPedia",
+    "fever": "FEVER", "fiqa": "FiQA2018", "hotpotqa": "HotpotQA", "msmarco": "MSMARCO",
+    "nfcorpus": "NFCorpus", "nq": "NQ", "quora": "QuoraRetrieval", "scidocs": "SCIDOCS",
+    "scifact": "SciFact", "webis-touche2020": "Touche2020",
 }  # fmt: skip
 """NanoBEIR data sets: name in BEIR -> name of the split on the Hub. The prefix Nano of the split
 name is left out."""

@@ -105,7 +105,10 @@ def dpr_file(name: str, cache: str | Path | None = None, *, base_url: str = DPR_
 
 
 def _checked_name(name: str, forum: str) -> str:
-    """Return ``name`` if the data set exists and may be downloaded, else raise InputError. forum: part of cqadupstack."""
+    """Return ``name``, or raise InputError if there is no such data set or it must not be loaded.
+
+    forum: part of cqadupstack.
+    """
     given = f"{name}/{forum}".rstrip("/")
     if name in LICENSED:
         raise InputError(
@@ -159,7 +162,7 @@ def unpack(archive: Path, name: str, target: Path) -> None:
 
 
 def _one_download(folder: Path, kind: str) -> AbstractContextManager[None]:
-    """Return a context in which only this process downloads into ``folder``; other processes wait."""
+    """Return a context in which only this process downloads into ``folder``; others wait."""
     digest = hashlib.sha256(os.fsencode(folder.absolute())).hexdigest()[:32]
     return waiting_lock(cache_folder() / "locks" / f"{kind}-{digest}.lock")
 

@@ -66,14 +66,15 @@ _UNREADABLE = (OSError, ValueError, RuntimeError, DatasetsError, EOFError, TypeE
 _FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
 """File ending -> format. The file may also be gzipped (such as .jsonl.gz)."""
 _NAME = re.compile(
-    r"(?P<repository>[^:?@]*)(@(?P<revision>[^:?]+))?(:(?P<configuration>[^:?]*))?(:(?P<split>[^:?]+))?"
+    r"(?P<repository>[^:?@]*)(@(?P<revision>[^:?]+))?"
+    r"(:(?P<configuration>[^:?]*))?(:(?P<split>[^:?]+))?"
 )
 _REMOTE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
 
 
 @dataclass(frozen=True)
 class HubName:
-    """Parts of the name of a Hub data set, and methods that find and download the files of the data set."""
+    """Parts of the name of a Hub data set, and methods that find and download its files."""
 
     text: str  # the complete name
     repository: str  # owner/name, or a local folder
@@ -135,7 +136,7 @@ class HubName:
             return get_dataset_config_names(self.repository, revision=self.revision)
 
     def is_retrieval_set(self) -> bool:
-        """Return whether to read the data set as a corpus with queries (True) or as training examples (False)."""
+        """Return True for a corpus with queries, False for training examples."""
         if self.configuration is not None or self.columns:
             return False
         found = set(self.configurations())
@@ -171,7 +172,10 @@ def split_files(
 
 
 def _key(files: list[str]) -> list[Any]:
-    """Return a cache key that changes if a file changes: the address of a Hub file; path, size and time of a local file."""
+    """Return a cache key that changes if a file changes.
+
+    It has the address of a Hub file, or path, size and time of a local file.
+    """
     return [file if _REMOTE.fullmatch(file) else file_key(Path(file)) for file in files]
 
 
@@ -255,7 +259,7 @@ def _mapped(name: HubName, row: Record, number: int) -> Record:
 
 
 def retrieval_parts(found: Collection[str], prefix: str = "") -> tuple[str, str, str]:
-    """Return the names of the configurations of the corpus, the queries and the judgements, chosen as in MTEB.
+    """Return the configurations of the corpus, the queries and the judgements, chosen as in MTEB.
 
     found: names of all configurations of the data set. prefix: for a subset, the start of its
     configuration names, such as ``sw-``. A returned name may be missing in ``found``; the caller

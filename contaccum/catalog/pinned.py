@@ -1,4 +1,4 @@
-"""Download MTEB and MIRACL retrieval sets at fixed commits of the Hub, and convert them to BEIR folders.
+"""Download MTEB and MIRACL sets at fixed commits of the Hub, and convert them to BEIR folders.
 
 The file mteb.tsv lists the MTEB tasks. The data set of a task has a configuration ``corpus``, a
 configuration ``queries``, and a configuration ``default`` or ``qrels`` for the judgements. If a
@@ -73,7 +73,7 @@ class Repository(NamedTuple):
     commit: str
 
     def snapshot(self, *patterns: str, local: bool = False) -> Path:
-        """Download the files of the repository that match a pattern, and return the folder of the files.
+        """Download the files of the repository that match a pattern, and return their folder.
 
         patterns: file names, in which ``*`` stands for any text. Without patterns, all files are
         downloaded. local: use only the files in the cache of the Hub. Raises InputError if the
@@ -299,7 +299,7 @@ def miracl_folder(language: str) -> Path:
 
 
 def _write_miracl(language: str, folder: Path) -> None:
-    """Download the queries, judgements and passages of a MIRACL language, and write them to ``folder`` as a BEIR folder."""
+    """Download a MIRACL language, and write it to ``folder`` as a BEIR folder."""
     root = f"miracl-v1.0-{language}"
     splits = ("dev",) if language in SURPRISE else ("train", "dev")
     topics = {split: f"{root}/topics/topics.{root}-{split}.tsv" for split in splits}

@@ -21,8 +21,8 @@ from contaccum.errors import Failed, InputError, Interrupted, printable, without
 from contaccum.runtime.launch import StopSignals, check_launch, is_main, process_place
 
 DISK_ERRORS = {
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG,
-    errno.ENOTDIR, errno.EISDIR,
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO,
+    errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR,
 }  # fmt: skip
 """Error numbers of a full, read-only or failing disk, or of an invalid path. Such an error is shown
 without traceback."""
@@ -170,7 +170,8 @@ def _prepare_streams() -> None:
         if (
             stream is None
         ):  # the parent process closed it; open() uses the same file descriptor again
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open until the process ends
+            # open until the process ends
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
         elif mode == "w" and hasattr(stream, "reconfigure"):
             if stream.errors == "strict" or "utf" not in stream.encoding.lower():
                 stream.reconfigure(errors="replace")
@@ -179,7 +180,7 @@ def _prepare_streams() -> None:
 
 
 def _reader_left() -> bool:
-    """Return whether the program that reads our stdout or stderr has closed the pipe, as `head` does."""
+    """Return whether the reader of our stdout or stderr has closed the pipe, as `head` does."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             poll = select.poll()

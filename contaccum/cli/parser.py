@@ -1,4 +1,4 @@
-"""Make the argparse parser of each command from its option dataclasses, and read a command line with it."""
+"""Make each command's argparse parser from its option dataclasses, and read a command line."""
 
 import argparse
 import ast
@@ -19,8 +19,8 @@ from contaccum.config.spellings import hint
 from contaccum.errors import InputError
 
 MAIN_SETTINGS = (
-    "data.train", "model.name", "output_dir", "method", "batch.global_batch_size", "batch.micro_batch_size",
-    "optim.learning_rate", "optim.epochs", "data.dev", "run.precision",
+    "data.train", "model.name", "output_dir", "method", "batch.global_batch_size",
+    "batch.micro_batch_size", "optim.learning_rate", "optim.epochs", "data.dev", "run.precision",
 )  # fmt: skip
 """Settings of a training run that ``--help`` shows. ``--help all`` shows all settings."""
 
@@ -63,7 +63,7 @@ class Command:
         ]
 
     def settings(self) -> dict[str, Field]:
-        """Return the options of the command: name, such as ``k`` or ``bank.size`` -> dataclass field."""
+        """Return the options of the command: name, such as ``bank.size`` -> dataclass field."""
         found: dict[str, Field] = {}
         for kind in self.kinds():
             found = {**settings_of(kind), **found}
@@ -148,8 +148,8 @@ def command_parser(name: str, command: Command, everything: bool = True) -> Pars
     return parser
 
 
-CONFIG_HELP = """YAML file with any of the settings, or the name of a ready-made config such as finetune. A
-later file overrides an earlier one, and options override all files."""
+CONFIG_HELP = """YAML file with any of the settings, or the name of a ready-made config such as
+finetune. A later file overrides an earlier one, and options override all files."""
 
 
 def _title(kind: Any) -> str:
@@ -196,7 +196,7 @@ def _help(text: str, declared: Field) -> str:
 
 
 def help_texts(kind: Any) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass: name, such as ``k`` or ``bank.size`` -> text."""
+    """Return the docstring below each field of a dataclass: name, such as ``k`` -> text."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):  # all but object
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -213,7 +213,7 @@ def help_texts(kind: Any) -> dict[str, str]:
 
 
 def parse(name: str, command: Command, words: Sequence[str]) -> tuple[list[Any], bool]:
-    """Return an instance of each option dataclass of a command, and whether only to print the config.
+    """Return an instance of each option dataclass, and whether only to print the config.
 
     words: the command line after the command. Raises InputError for a word that the command does
     not accept.

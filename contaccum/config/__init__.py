@@ -80,7 +80,7 @@ class TrainConfig:
         return METHOD_SPECS[self.method]
 
     def micro_batch_size(self, world: int) -> int:
-        """Return the number of pairs that each of ``world`` processes encodes in one forward pass."""
+        """Return the pairs that each of ``world`` processes encodes in one forward pass."""
         return (
             self.batch.global_batch_size // world
             if self.spec.whole
@@ -97,7 +97,7 @@ class TrainConfig:
 
     @property
     def replay_share(self) -> float:
-        """Share of the texts that are encoded with gradients: `replay.share`, or 1 with one pass."""
+        """Share of the texts encoded with gradients: `replay.share`, or 1 with one pass."""
         return self.replay.share if self.spec.two_pass else 1.0
 
     @property
@@ -107,7 +107,7 @@ class TrainConfig:
 
     @property
     def bank_rows(self) -> int:
-        """Value of `bank.size`, or its default (one step's pairs), even if the method has no bank."""
+        """Value of `bank.size` or its default (one step's pairs), even without a bank."""
         return self.batch.global_batch_size if self.bank.size is None else self.bank.size
 
     def bank_size(self) -> int:
@@ -115,7 +115,7 @@ class TrainConfig:
         return 0 if self.spec.bank == "none" else self.bank_rows
 
     def bank_push(self, world: int) -> int:
-        """Return the maximum number of rows that can enter the bank at once, with ``world`` processes."""
+        """Return the most rows that can enter the bank at once, with ``world`` processes."""
         if self.spec.pushes_whole_step or self.micro_batch_tokens is not None:
             return self.batch.global_batch_size
         return self.micro_batch_size(world) * world
@@ -138,7 +138,7 @@ class TrainConfig:
         )
 
     def conflicts(self, world: int) -> Iterator[str]:
-        """Yield a sentence for each combination of settings that cannot work with ``world`` processes."""
+        """Yield a sentence for each combination of settings that ``world`` processes cannot use."""
         if not self.output_dir:
             yield "output_dir is not set, expected a path"
         for group in (
@@ -188,7 +188,7 @@ def settings_with(resume: ResumeRule) -> tuple[str, ...]:
 
 
 def affects(name: str, method: str | None) -> bool:
-    """Return whether the setting ``name`` can change the model that the training method ``method`` trains.
+    """Return whether the setting ``name`` can change the model that ``method`` trains.
 
     If ``method`` is None, return whether the setting can change the encoder before training. For
     the settings `seed` and `method`, always return False, because the callers handle these

@@ -212,7 +212,7 @@ class MineConfig:
     approximate index."""
 
     def check(self) -> None:
-        """Raise InputError if a setting is out of range or if two settings contradict each other."""
+        """Raise InputError if a setting is out of range or if two settings contradict."""
         check_values(self)
         least = self.range_min + self.num_negatives
         if self.range_max < least:
@@ -310,7 +310,7 @@ def changed(options: Any) -> Iterator[str]:
 
 
 def unused_with_bm25(encoder: EncoderConfig, settings: SearchConfig) -> Iterator[str]:
-    """Yield a sentence for each option that has no effect, because BM25 has no encoder and no index."""
+    """Yield a sentence for each option without effect: BM25 has no encoder and no index."""
     if encoder.model == "bm25":
         for option in [*changed(encoder), *changed(settings)]:
             if option not in ("--model", "--timeout_minutes"):

@@ -1,4 +1,4 @@
-"""Declare settings: methods of training, types with a range, and what the command line and resume need to know."""
+"""Declare settings: methods, types with a range, and what the command line and resume need."""
 
 import re
 from collections.abc import Callable

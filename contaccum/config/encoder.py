@@ -79,7 +79,7 @@ class EncoderConfig(EncodingConfig, ProcessConfig):
 
     @classmethod
     def of(cls, model: "EncoderConfig | str | Path") -> "EncoderConfig":
-        """Return ``model`` if it is a config, else the config of the encoder with this name or in this folder."""
+        """Return ``model`` if it is a config, else that of the encoder of this name or folder."""
         return model if isinstance(model, cls) else cls(os.fspath(model))  # type: ignore[arg-type]
 
 

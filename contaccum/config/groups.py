@@ -230,7 +230,7 @@ class BankConfig:
 
 @dataclass
 class ReplayConfig:
-    """Partial replay: the second pass of `grad_cache` and `cont_cache` encodes a sample of the texts."""
+    """Partial replay: the second pass of `grad_cache` and `cont_cache` encodes only some texts."""
 
     share: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of the texts that the second pass encodes again (p). Texts with large gradients are

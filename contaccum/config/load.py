@@ -106,7 +106,10 @@ def from_mapping(kind: type[Options], values: Mapping[str, Any]) -> Options:
 
 
 def with_changes(config: Options, changes: Mapping[str, str]) -> Options:
-    """Return a copy of ``config`` with changed settings. changes: name of a setting -> new value as text."""
+    """Return a copy of ``config`` with changed settings.
+
+    changes: name of a setting -> new value as text.
+    """
     changed, known = copy.deepcopy(config), settings_of(type(config))
     given = {name: Given(_option_value(known, name, text), name) for name, text in changes.items()}
     refuse_unknown(given, known)
@@ -121,7 +124,7 @@ def with_changes(config: Options, changes: Mapping[str, str]) -> Options:
 
 
 def check_values(options: Any, prefix: str = "") -> None:
-    """Raise InputError for the first value that its setting does not allow, and for unknown attributes.
+    """Raise InputError for the first value that is not allowed, and for unknown attributes.
 
     Python code can assign anything to an attribute. Paths and NumPy numbers are converted.
     """
@@ -248,7 +251,7 @@ def described(kind: Any) -> str:
 
 
 def range_of(kind: Any) -> str:
-    """Describe the range of a number, such as ``at least 1`` or ``from 0 to 1``; empty without a range."""
+    """Describe the range of a number, such as ``at least 1``; empty without a range."""
     number = number_type(kind)
     if number is None:
         return ""
@@ -313,7 +316,7 @@ def _option_value(known: Mapping[str, Field], name: str, given: str | Sequence[s
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader that refuses duplicate keys, reads 1e-3 as a number, and leaves dates as texts."""
+    """Safe loader that refuses duplicate keys, reads 1e-3 as a number, and dates as texts."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
@@ -424,7 +427,7 @@ def read_config_file(path: str) -> dict[str, Given]:
 
 
 def check_version(found: Any, where: str) -> None:
-    """Raise InputError if ``format_version`` is not the one of the config files that this code writes."""
+    """Raise InputError if ``format_version`` is not the version of files that this code writes."""
     if isinstance(found, bool) or found != CONFIG_VERSION:
         raise InputError(f"{where} is {shown(found)}, expected {CONFIG_VERSION}")
 

@@ -26,7 +26,7 @@ Side = Literal["right", "left"]
 
 
 def partition_by_pairs(pairs: int, size: int, world: int) -> list[np.ndarray]:
-    """Divide a step into micro-batches of ``size`` pairs per process; keep the order of the pairs."""
+    """Divide a step into micro-batches of ``size`` pairs per process, in their order."""
     width = size * world
     assert pairs % width == 0, "the number of pairs must be divisible by size * world"
     return np.split(np.arange(pairs), range(width, pairs, width))
@@ -159,7 +159,7 @@ class Batches:
         passage_tokens: TokenTable | JoinedTokens,
         form: BatchForm,
     ) -> None:
-        """Raise InputError if a query with its passages has more than ``micro_batch_tokens`` tokens."""
+        """Raise InputError if a query and its passages exceed ``micro_batch_tokens`` tokens."""
         assert 0 <= form.rank < form.world
         assert len(query_tokens) == len(train_set.queries)
         assert len(passage_tokens) == len(train_set.passages)
@@ -196,7 +196,7 @@ class Batches:
         return other
 
     def step(self, step: int, size: int | None = None) -> list[MicroBatch]:
-        """Return the micro-batches of optimizer step ``step``. size: used instead of ``self.size``."""
+        """Return the micro-batches of step ``step``. size: used instead of ``self.size``."""
         rows = self._sampler(step)
         size = size or self.size
         if self._form.micro_batch_tokens:

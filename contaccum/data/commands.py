@@ -65,7 +65,9 @@ Stats = dict[str, Any]
 
 
 def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAULT_POLICY) -> Stats:
-    """Read a whole data set and return its statistics. split: split of a BEIR folder; None: all splits.
+    """Read a whole data set and return its statistics.
+
+    split: split of a BEIR folder; None: all splits.
 
     Invalid data causes the same errors and warnings as in training and evaluation, but the
     InputError lists all invalid records. Teacher scores are checked too. Text lengths are counted

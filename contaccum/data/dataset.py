@@ -90,7 +90,10 @@ class RetrievalDataset:
 
     @cached_property
     def corpus(self) -> Dataset:
-        """Table of passages with columns id, title and text, from a BEIR folder, a corpus.jsonl or a passage TSV."""
+        """Table of passages with columns id, title and text.
+
+        It is read from a BEIR folder, a corpus.jsonl or a passage TSV.
+        """
         return open_corpus(self.path, self.policy).table
 
     @cached_property
@@ -108,7 +111,10 @@ class RetrievalDataset:
 
     @cached_property
     def qrels(self) -> Qrels:
-        """Content of the qrels file at the path ``name``: query id -> passage id -> grade, for queries that have a positive."""
+        """Content of the qrels file ``name``, for queries that have a positive.
+
+        Its form: query id -> passage id -> grade.
+        """
         source = Path(self.name)
         kept = keep_answerable(source, read_grades(source).qrels, self._policy.strict)
         warn_of_own_ids(source, kept)
@@ -148,7 +154,10 @@ class RetrievalDataset:
         return replace(judged, queries={query: judged.queries[query] for query in kept}, qrels=kept)
 
     def examples(self, scores: bool = False) -> ExampleTable:
-        """Return the data set as training examples. scores: read teacher scores too (a BEIR folder has none)."""
+        """Return the data set as training examples.
+
+        scores: read teacher scores too (a BEIR folder has none).
+        """
         if self.kind == "beir":
             return self._judged.examples()
         with self._errors_by_name():

@@ -1,4 +1,4 @@
-"""Tables of training examples: passages, queries, and for each query the row numbers of its passages.
+"""Tables of training examples: passages, queries, and the row numbers of each query's passages.
 
 Every passage is stored once. The first call for a file checks the file and writes the tables into
 the cache. Later calls map these tables into memory.
@@ -200,7 +200,7 @@ def build_examples(
 
 @dataclass
 class _Problem:
-    """Problem that causes a warning: description, number of cases, and message of the first case."""
+    """Problem that causes a warning: description, count, and message of the first case."""
 
     text: str
     count: int = 0

@@ -119,7 +119,7 @@ def judged_split(path: Path, split: str, policy: DataPolicy) -> JudgedSplit:
 
 
 def unknown_id(source: Path, line: int, what: str, key: str, file: Path) -> InputError:
-    """Return the InputError for a judgement whose query or passage (``what``) is not in ``file``."""
+    """Return the InputError for a judgement whose ``what`` (query, passage) is not in ``file``."""
     message = f"unknown {what} id {key!r}; {file.name} has no such id"
     return SourceLocation(source, line).error(message)
 

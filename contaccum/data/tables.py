@@ -55,7 +55,7 @@ class Ragged:
         return self.values[self.span(index)]
 
     def span(self, index: SupportsIndex) -> slice:
-        """Return the part of ``values`` and ``scores`` that belongs to list number ``index``, as a slice."""
+        """Return the slice of ``values`` and ``scores`` that belongs to list number ``index``."""
         number = index.__index__()
         return slice(self.offsets[number], self.offsets[number + 1])
 

@@ -1,4 +1,4 @@
-"""Training sets, from one data set or several: queries, the passages of the queries, and teacher scores."""
+"""Training sets, from one data set or several: queries, their passages, and teacher scores."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ class TrainSet:
         return self.parts or (Member(self),)
 
     def texts(self) -> list[str]:
-        """Return the texts of all queries, and the titles and texts of all passages, to learn a vocabulary from."""
+        """Return the texts of all queries and passages, with titles, to learn a vocabulary from."""
         return [*self.queries["text"][:], *self.passages["title"][:], *self.passages["text"][:]]
 
 
@@ -75,7 +75,10 @@ def check_scores(names: Sequence[str], sets: Sequence[TrainSet]) -> None:
 
 
 def check_hard_negatives(name: str, examples: TrainSet) -> None:
-    """Check a set with ``in_batch_negatives`` false: warn if some queries lack hard negatives, raise InputError if all do."""
+    """Check the hard negatives of a set with ``in_batch_negatives`` false.
+
+    Warn if some queries lack them, raise InputError if all do.
+    """
     without, count = int(np.count_nonzero(examples.negatives.lengths == 0)), len(examples.queries)
     found = (
         f"{name}: {without} of {count} queries have no hard negative, and in_batch_negatives is "
@@ -161,7 +164,10 @@ def _train_set(
 
 
 def subset(train_set: TrainSet, queries: np.ndarray) -> TrainSet:
-    """Make a training set from some queries and their passages. queries: row numbers of these queries, in the new order."""
+    """Make a training set from some queries and their passages.
+
+    queries: row numbers of these queries, in the new order.
+    """
     return _train_set(
         train_set, queries, train_set.positives.take(queries), train_set.negatives.take(queries)
     )

@@ -50,7 +50,7 @@ def load_encoder(choice: EncoderConfig) -> DualEncoder:
 
 
 def merge(model: str, output: str, trust_remote_code: bool = False) -> str:
-    """Merge the LoRA adapters of a model into its weights, and save the result in the new folder ``output``.
+    """Merge the LoRA adapters of a model into its weights, and save it in a new folder.
 
     model: folder or Hub name. A 4-bit or 8-bit base is converted to float32 first. The saved model
     computes the same vectors, except for rounding errors. Returns ``output``.

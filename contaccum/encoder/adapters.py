@@ -41,7 +41,7 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 class WeightIndex(TypedDict):
-    """Content of model.safetensors.index.json: the file of each weight, if the weights are in several files."""
+    """Content of model.safetensors.index.json: the file of each weight, if there are several."""
 
     weight_map: dict[str, str]
 
@@ -55,7 +55,10 @@ class Adapters:
 
 
 def require(package: str, extra: str, what: str) -> None:
-    """Raise InputError if ``package`` is missing. extra: pip extra that installs it. what: feature that needs it."""
+    """Raise InputError if ``package`` is missing.
+
+    extra: pip extra that installs it. what: feature that needs it.
+    """
     if importlib.util.find_spec(package) is None:
         raise InputError(
             f"{what}: package {package} is missing. Install it with pip install "
@@ -252,7 +255,7 @@ def _adapter_to_float32(backbone: Any) -> None:
 
 
 def merge(backbone: Any) -> None:
-    """Add the weights of the adapter to the weights of the base, then remove the layers of the adapter."""
+    """Add the weights of the adapter to those of the base, and remove the adapter's layers."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -282,7 +285,7 @@ def merge(backbone: Any) -> None:
 
 
 def save_base(base: Base, folder: Path) -> None:
-    """Write base.json into the folder of an adapter, and the name of the base into adapter_config.json.
+    """Write base.json into an adapter's folder, and the base's name into adapter_config.json.
 
     The lists of strings in adapter_config.json are also sorted, so that equal adapters have equal
     files.
@@ -314,7 +317,7 @@ def base_of(name: str, subfolder: str, quantize: str) -> Base:
 
 
 def check_base(base: Base, name: str) -> None:
-    """Raise InputError if the files of ``base`` have changed since the adapter was trained. name: adapter folder."""
+    """Raise InputError if ``base`` changed after the training of the adapter ``name``."""
     if base.sha256 is None:  # peft wrote the adapter
         return
     found = hash_of(base.name)
@@ -326,7 +329,7 @@ def check_base(base: Base, name: str) -> None:
 
 
 def hash_of(name: str) -> str:
-    """Return one SHA-256 over config.json and all weight files of an encoder. name: folder or Hub name."""
+    """Return one SHA-256 over config.json and all weight files of the encoder ``name``."""
     index = optional_json(name, f"{WEIGHTS}.index.json", WeightIndex)
     files = sorted(set(index["weight_map"].values())) if index else [WEIGHTS]
     digest = hashlib.sha256()

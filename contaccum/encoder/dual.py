@@ -111,7 +111,11 @@ class DualEncoder(nn.Module):
         return any(tower.base is not None for tower in self.towers)
 
     def units(self) -> list[nn.Module]:
-        """Return the FSDP units: word embeddings of both towers, each layer of both towers, then the rest of each tower."""
+        """Return the FSDP units.
+
+        They are the word embeddings of both towers, each layer of both towers, and the rest of each
+        tower.
+        """
         # layer by layer, because LoRA towers share memory until both are sharded
         levels = zip_longest(*(tower.units() for tower in self.towers))
         return [*(unit for level in levels for unit in level if unit is not None), *self.towers]
@@ -124,7 +128,7 @@ class DualEncoder(nn.Module):
         )
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return the float32 embeddings of a micro-batch: queries (B, d) and passages (B, 1 + H, d)."""
+        """Return the float32 embeddings of a micro-batch: queries (B, d), passages (B, 1+H, d)."""
         queries = self.embed(self.query_tower, batch.queries)  # (B, d)
         passages = self.embed(self.passage_tower, batch.passages)  # (B * (1 + H), d)
         return queries, passages.view(len(queries), -1, passages.shape[-1])
@@ -309,7 +313,7 @@ class DualEncoder(nn.Module):
             tower.compiled = torch.compile(tower.backbone.forward, dynamic=True)
 
     def has_dropout(self) -> bool:
-        """Return whether any dropout probability is above 0, so that two training passes over a text may differ."""
+        """Return whether any dropout is above 0, so that two training passes may differ."""
         for module in self.modules():
             if isinstance(module, nn.Dropout) and module.p > 0:
                 return True
@@ -334,7 +338,10 @@ class DualEncoder(nn.Module):
         return max(1, min(tower.backbone.config.num_hidden_layers for tower in self.towers))
 
     def gradient_checkpointing_enable(self) -> None:
-        """Save memory in training: compute activations again, with the same dropout noise, in the backward pass."""
+        """Save memory in training.
+
+        Activations are computed again, with the same dropout noise, in the backward pass.
+        """
         for tower in self.towers:
             backbone = tower.backbone  # transformers 5 renamed the method
             enable = getattr(
@@ -350,7 +357,7 @@ class DualEncoder(nn.Module):
         self.recomputes = True
 
     def save(self, folder: str | Path) -> None:
-        """Save both towers as one model in ``folder``. contaccum and sentence-transformers can load the model.
+        """Save both towers as one model, which contaccum and sentence-transformers can load.
 
         If an error occurs, no file is written. With sharded weights, all processes must call this
         function; process 0 writes.

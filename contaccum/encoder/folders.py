@@ -120,7 +120,7 @@ class RouterConfig(TypedDict, total=False):
 
 
 class PromptConfig(TypedDict, total=False):
-    """Content of config_sentence_transformers.json: prompts, similarity, and number of dimensions after truncation."""
+    """Content of config_sentence_transformers.json: prompts, similarity, truncated width."""
 
     prompts: dict[str, Prefix | None] | None
     similarity_fn_name: str | None
@@ -128,7 +128,7 @@ class PromptConfig(TypedDict, total=False):
 
 
 class ModelFile(TypedDict, total=False):
-    """Fields that contaccum uses from config.json, tokenizer_config.json and sentence_bert_config.json."""
+    """Fields that we use from config, tokenizer_config and sentence_bert_config.json."""
 
     model_type: str
     num_hidden_layers: Annotated[int, msgspec.Meta(ge=0, le=100_000)] | None
@@ -157,7 +157,7 @@ class BaseFile(TypedDict, total=False):
 
 
 def make_settings(values: dict[str, Any], source: str) -> EncoderSettings:
-    """Check settings and return them as EncoderSettings. source: folder or Hub name, for error messages."""
+    """Check settings and return them. source: folder or Hub name, for error messages."""
     for key, allowed in (("pooling", POOLINGS), ("similarity", SIMILARITIES)):
         if key in values and values[key] not in allowed:
             raise InputError(
@@ -176,7 +176,7 @@ def make_settings(values: dict[str, Any], source: str) -> EncoderSettings:
 
 
 def family_settings(name: str) -> dict[str, Any]:
-    """Return the published settings of a model family, or an empty dictionary if the family is unknown.
+    """Return the published settings of a model family, or an empty dictionary if unknown.
 
     name: folder or Hub name. The part after the last slash is compared with the patterns in
     families.json, and the first pattern that matches is used. Settings in the folder of a model
@@ -303,7 +303,10 @@ def _join(folder: str, path: str) -> str:
 
 
 def _routed(name: str, router: Module, side: str) -> list[Module]:
-    """Return the modules of a Router for ``side`` (query or document), or those for any text if it has none for ``side``."""
+    """Return the modules of a Router for ``side`` (query or document).
+
+    If it has none for ``side``, return those for any text.
+    """
     file = _join(router.path, "router_config.json")
     config = optional_json(name, file, RouterConfig)
     if not config:  # an Asym module
@@ -419,7 +422,7 @@ def _base(name: str, subfolder: str) -> Base | None:
 
 
 def decoder_only(family: str) -> bool:
-    """Return whether the model type ``family`` has a causal language model in transformers, but no masked one."""
+    """Return whether transformers has a causal language model of this type, but no masked one."""
     causal, masked = (
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -428,7 +431,7 @@ def decoder_only(family: str) -> bool:
 
 
 def _max_length(name: str, subfolder: str, side: str) -> int | None:
-    """Return the maximum number of tokens of a text, or None if the model's files do not state a maximum.
+    """Return the maximum number of tokens of a text, or None if the files do not state one.
 
     Uses the same files as sentence-transformers. side: ``query`` or ``document``.
     """

@@ -29,8 +29,8 @@ PACKED_ROWS = (
 UNPADDED_FAMILIES = ("bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 # model types in which the first position id is the id of the padding token + 1
 PADDING_FIRST = (
-    "roberta", "xlm-roberta", "camembert", "mpnet", "data2vec-text", "ibert", "longformer", "luke", "roberta-prelayernorm",
-    "xlm-roberta-xl", "xmod",
+    "roberta", "xlm-roberta", "camembert", "mpnet", "data2vec-text", "ibert", "longformer", "luke",
+    "roberta-prelayernorm", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ class UnpaddedTokens:
 
 
 def first_position(config: Any) -> int:
-    """Return the position id that a model gives to the first token of each text. config: configuration of the model."""
+    """Return the position id of the first token of each text. config: the model's configuration."""
     return config.pad_token_id + 1 if config.model_type in PADDING_FIRST else 0
 
 
@@ -101,7 +101,7 @@ def attend(
     scaling: float | None = None,
     **bounds: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention inside each text. transformers calls this function with these argument names.
+    """Compute attention inside each text. transformers calls it with these argument names.
 
     query, key, value: vectors of all texts, with shape (1, heads, T, width). bounds: arguments from
     ``token_states`` with the bounds of the texts and the length of the longest text. Returns a (1,
@@ -194,7 +194,10 @@ def attention_mask(tokens: Tokens, backbone: Any) -> Tensor | None:
 
 
 def padding_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values added to attention scores, (n, 1, 1, length): minus infinity for padding tokens, 0 for others."""
+    """Return the values added to attention scores, (n, 1, 1, length).
+
+    They are minus infinity for padding tokens and 0 for others.
+    """
     hidden = (mask == 0)[:, None, None, :]
     return torch.zeros(hidden.shape, dtype=dtype, device=mask.device).masked_fill_(
         hidden, -torch.inf

@@ -1,9 +1,11 @@
 """Save an encoder as folders that transformers, sentence-transformers and contaccum load.
 
 model/
-    query_encoder/      query tower: weights, tokenizer, 1_Pooling/ and other files of a full encoder;
-                        after training with LoRA: the adapter and base.json instead of the weights
-    passage_encoder/    passage tower; with tied towers, its weight files are hard links to the query tower where possible
+    query_encoder/      query tower: weights, tokenizer, 1_Pooling/ and other files of a full
+                        encoder; after training with LoRA: the adapter and base.json instead of
+                        the weights
+    passage_encoder/    passage tower; with tied towers, its weight files are hard links to the
+                        query tower where possible
     modules.json        sentence-transformers model with a Router that points to both folders
     router_config.json
     config_sentence_transformers.json
@@ -33,7 +35,7 @@ MODULES = "sentence_transformers.models."
 def save_encoder(
     query_tower: Tower, passage_tower: Tower, settings: EncoderSettings, folder: Path
 ) -> None:
-    """Write both towers, and the files that describe the whole model, into the empty folder ``folder``."""
+    """Write both towers, and the files about the whole model, into an empty folder."""
     query_name, passage_name = TOWERS
     tied = passage_tower is query_tower
     _save_tower(query_tower, folder / query_name)
@@ -73,7 +75,7 @@ def save_encoder(
 
 
 def _routed(name: str, tower: Tower, settings: EncoderSettings) -> dict[str, str]:
-    """Return path -> class of the modules that a route of the Router runs. name: folder of the tower."""
+    """Return path -> class of the modules of a Router's route. name: folder of the tower."""
     if (
         tower.base is not None
     ):  # sentence-transformers loads the base of an adapter only in a nested model

@@ -1,4 +1,4 @@
-"""Load tokenizers, append the end-of-text token, tokenize texts in batches, and learn WordPiece vocabularies."""
+"""Load tokenizers, append end-of-text tokens, tokenize batches, and learn vocabularies."""
 
 import json
 import os
@@ -86,7 +86,7 @@ def load_tokenizer(files: TowerFiles, trust_remote_code: bool) -> Any:
 
 
 def _save_as_changed(tokenizer: Any) -> None:
-    """Set the class of the tokenizer to PreTrainedTokenizerFast, so that its changes can be saved and loaded.
+    """Make the tokenizer a PreTrainedTokenizerFast, so that its changes can be saved and loaded.
 
     Other classes can lose the changes, because they rebuild parts such as the normalizer when they
     are loaded.
@@ -97,7 +97,7 @@ def _save_as_changed(tokenizer: Any) -> None:
 
 
 def check_vocabulary(tokenizer: Any, vocabulary: int | None) -> None:
-    """Raise InputError if the padding token has no word embedding, or if the largest token id is far too large.
+    """Raise InputError if the padding token has no word embedding, or a token id is far too large.
 
     vocabulary: number of word embeddings. None: nothing is checked. Far too large: at least twice
     the number of tokens in the tokenizer, and at least twice ``vocabulary``. Any other id without a

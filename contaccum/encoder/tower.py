@@ -1,4 +1,4 @@
-"""Tower of an encoder (backbone, tokenizer, pooling and Dense layers): forward pass, loading and attention settings."""
+"""Tower of an encoder (backbone, tokenizer, pooling, Dense layers): loading and forward pass."""
 
 import copy
 import logging
@@ -64,7 +64,10 @@ def pool(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
 
 
 class Dense(nn.Module):
-    """Linear layer and activation function after pooling, as in LaBSE and distiluse. inputs, outputs: widths of the vectors."""
+    """Linear layer and activation function after pooling, as in LaBSE and distiluse.
+
+    inputs, outputs: widths of the vectors.
+    """
 
     def __init__(self, inputs: int, outputs: int, bias: bool, activation: nn.Module) -> None:
         super().__init__()
@@ -89,7 +92,7 @@ class Tower(nn.Module):
         dense: Sequence[Dense] = (),
         base: Base | None = None,
     ) -> None:
-        """dense: layers after pooling. base: encoder that the LoRA adapter was added to; None if there is no adapter."""
+        """dense: layers after pooling. base: encoder below a LoRA adapter, None without one."""
         super().__init__()
         self.backbone = backbone
         self.tokenizer = tokenizer
@@ -177,7 +180,7 @@ class Tower(nn.Module):
 
 
 def word_embeddings(backbone: Any) -> int | None:
-    """Return the number of word embeddings, or None if the backbone has no table of word embeddings."""
+    """Return the number of word embeddings, or None if the backbone has no table of them."""
     try:
         weight = getattr(backbone.get_input_embeddings(), "weight", None)
     except NotImplementedError:  # for example CANINE, which has no vocabulary
@@ -425,7 +428,7 @@ def set_attention(backbone: Any, name: str) -> None:
 
 
 def check_flash_attention(device: torch.device) -> None:
-    """Raise InputError if ``device`` is not a CUDA device or if the package flash-attn is not installed."""
+    """Raise InputError if ``device`` is no CUDA device or if flash-attn is not installed."""
     if device.type != "cuda" or not is_flash_attn_2_available():
         raise InputError(
             "model.attention is flash_attention_2, which needs a CUDA device (found "
@@ -435,7 +438,7 @@ def check_flash_attention(device: torch.device) -> None:
 
 
 def check_unpad(tower: Tower) -> None:
-    """Raise InputError if the model type or the tokenizer of a tower does not allow forward passes without padding."""
+    """Raise InputError if a tower's model type or tokenizer needs padding in forward passes."""
     family = tower.backbone.config.model_type
     if family not in UNPADDED_FAMILIES:
         supported = ", ".join(UNPADDED_FAMILIES)

@@ -1,1 +1,1 @@
-"""Score retrievers and run files: metrics of BEIR, answer accuracy of DPR, benchmarks, and significance tests."""
+"""Score retrievers and run files: metrics, answer accuracy, benchmarks, significance tests."""

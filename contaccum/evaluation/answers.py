@@ -1,4 +1,4 @@
-"""Compute the answer accuracy of DPR: the share of questions whose answer occurs in one of the first k passages.
+"""Compute DPR's answer accuracy: the share of questions with an answer in the first k passages.
 
 A passage contains an answer if its text (not its title) contains the tokens of the answer, one
 directly after the other. For this test, the text and the answer are normalized (Unicode NFD), split
@@ -87,7 +87,9 @@ def answer_accuracy(
     match: str = "string",
     cutoffs: Sequence[int] = CUTOFFS,
 ) -> Metrics:
-    """Compute the answer accuracy of a run: ``top5`` is the share of questions whose answer occurs in the first 5 passages.
+    """Compute DPR's answer accuracy of a run.
+
+    ``top5`` is the share of questions whose answer occurs in the first 5 passages.
 
     run: its query ids are the positions of the questions in ``questions``, from 0. A question
     without passages counts as wrong. match: ``string``, or ``regex`` if the answers are regular

@@ -20,7 +20,7 @@ MEASURES = {"NDCG": "ndcg", "MAP": "map", "Recall": "recall", "P": "precision", 
 
 
 class BeirEncoder:
-    """Adapter to use a ``DualEncoder`` in scripts for BEIR: ``DenseRetrievalExactSearch(BeirEncoder(encoder))``.
+    """Adapter for BEIR: ``DenseRetrievalExactSearch(BeirEncoder(encoder))``.
 
     The script must use ``score_function="dot"``. ``batch_size`` is ignored, because
     ``batch_tokens`` limits the size of a batch.
@@ -55,7 +55,10 @@ def evaluate_with_beir(
     cutoffs: list[int],
     batch_tokens: int | None = None,
 ) -> Metrics:
-    """Load, search and score with the library BEIR. It rounds mean metrics to 5 decimals and returns no values per query."""
+    """Load, search and score with the library BEIR.
+
+    It rounds mean metrics to 5 decimals and returns no values per query.
+    """
     from beir.datasets.data_loader import GenericDataLoader
     from beir.retrieval.evaluation import EvaluateRetrieval
     from beir.retrieval.search.dense import DenseRetrievalExactSearch

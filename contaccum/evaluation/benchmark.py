@@ -1,4 +1,4 @@
-"""Evaluate a retriever on several data sets, such as BEIR, and compute the table of their metrics."""
+"""Evaluate a retriever on several data sets, such as BEIR, and make a table of the metrics."""
 
 import hashlib
 import json
@@ -23,9 +23,10 @@ from contaccum.runtime.files import sha256_of, write_json
 from contaccum.runtime.processes import ALONE, Processes
 
 BEIR = {
-    "msmarco": "dev", "trec-covid": "test", "nfcorpus": "test", "nq": "test", "hotpotqa": "test", "fiqa": "test",
-    "arguana": "test", "webis-touche2020": "test", "cqadupstack": "test", "quora": "test", "dbpedia-entity": "test",
-    "scidocs": "test", "fever": "test", "climate-fever": "test", "scifact": "test",
+    "msmarco": "dev", "trec-covid": "test", "nfcorpus": "test", "nq": "test", "hotpotqa": "test",
+    "fiqa": "test", "arguana": "test", "webis-touche2020": "test", "cqadupstack": "test",
+    "quora": "test", "dbpedia-entity": "test", "scidocs": "test", "fever": "test",
+    "climate-fever": "test", "scifact": "test",
 }  # fmt: skip
 """The 15 public data sets of BEIR: name of the data set -> split that papers report."""
 FAMILIES = {"beir": BEIR, "nanobeir": {f"nanobeir/{name}": "test" for name in NANO}}
@@ -47,7 +48,10 @@ def is_benchmark(data: str) -> bool:
 
 
 def benchmark_sets(data: str, split: str) -> list[BenchmarkSet]:
-    """Return the data sets that ``data`` names: ``beir``, ``nanobeir``, or names and folders separated by commas."""
+    """Return the data sets that ``data`` names.
+
+    data: ``beir``, ``nanobeir``, or names and folders separated by commas.
+    """
     if os.path.exists(data):
         return [BenchmarkSet(data, split, data)]
     splits: dict[str, str] = {}  # name of a data set -> its split
@@ -207,7 +211,7 @@ def data_digest(benchmark_set: BenchmarkSet) -> str | None:
 
 
 def benchmark_means(evaluated: Mapping[str, list[Metrics]]) -> dict[str, Any]:
-    """Compute the rows of the benchmark table, and two means over the rows: one with MS MARCO and one without.
+    """Compute the rows of the benchmark table, and the mean with and without MS MARCO.
 
     evaluated: row -> metrics of its data sets. A row of several data sets (cqadupstack) shows the
     means over them.

@@ -1,4 +1,4 @@
-"""Evaluate a retriever on a data set, or compute the metrics of a run file from relevance judgements."""
+"""Evaluate a retriever on a data set, or compute the metrics of a run file from qrels."""
 
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -46,7 +46,7 @@ def evaluate_run(
     ignore_identical_ids: bool = True,
     relevance_level: int = 1,
 ) -> Metrics:
-    """Compute ndcg, map, recall, precision and mrr at every cutoff k, for each query and as means over the queries.
+    """Compute ndcg, map, recall, precision and mrr at each cutoff, per query and as means.
 
     A passage is relevant if its grade is at least ``relevance_level``. R is the number of relevant
     passages of the query, rel_r is 1 if the passage at rank r is relevant, else 0. A passage

@@ -1,4 +1,4 @@
-"""Test whether two systems differ significantly on the same queries: paired tests, effect size, and Holm's correction.
+"""Test whether two systems differ on the same queries: paired tests, effect size, Holm.
 
 ``mean_interval`` is for a single system: the interval of its mean over queries.
 
@@ -73,7 +73,7 @@ def mean_interval(values: ArrayLike, seed: int = 0) -> tuple[float, float]:
 
 
 def permutation_test(differences: ArrayLike, seed: int = 0) -> float:
-    """Return the two-sided p of the paired permutation test. differences: one value per query, (n,).
+    """Return the two-sided p of the paired permutation test. differences: per query, (n,).
 
     A flip changes the signs of some differences. p is the share of flips whose mean is at least as
     far from 0 as the mean of the given differences. With up to 13 differences, the test uses all
@@ -113,7 +113,9 @@ def t_test(differences: ArrayLike) -> tuple[float, float]:
 
 
 def over_both(differences: ArrayLike) -> float:
-    """Return the two-sided p of Clark's min F' test, which treats seeds and queries as random. differences: (seeds, queries).
+    """Return the two-sided p of Clark's min F' test, which treats seeds and queries as random.
+
+    differences: (seeds, queries).
 
     F1 is t^2 of the t-test on the queries' means over seeds. F2 is t^2 of the t-test on the seeds'
     means over queries. min F' = F1 F2 / (F1 + F2) has the distribution F(1, j), where j = (F1 +

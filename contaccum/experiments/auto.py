@@ -1,4 +1,4 @@
-"""``contaccum auto``: tune, train and evaluate within a time limit and a memory limit, and say whether to use the model.
+"""``contaccum auto``: tune, train, evaluate and recommend within a time and a memory limit.
 
 Content of ``output_dir``:
 
@@ -67,9 +67,10 @@ BATCHES = (16, 64, 256)
 RATES = (1.0, 2.0, 0.5)
 """Learning rates to try, as multiples of ``optim.learning_rate``."""
 CHOSEN = (
-    "method", "batch.global_batch_size", "batch.micro_batch_size", "batch.micro_batch_tokens", "bank.size", "bank.age_decay",
-    "bank.row_weight", "replay.share", "optim.epochs", "optim.max_steps", "optim.warmup_steps",
-    "optim.warmup_ratio", "run.eval_steps", "run.save_steps", "run.drift_steps",
+    "method", "batch.global_batch_size", "batch.micro_batch_size", "batch.micro_batch_tokens",
+    "bank.size", "bank.age_decay", "bank.row_weight", "replay.share", "optim.epochs",
+    "optim.max_steps", "optim.warmup_steps", "optim.warmup_ratio", "run.eval_steps",
+    "run.save_steps", "run.drift_steps",
 )  # fmt: skip
 """Settings that ``contaccum auto`` sets itself."""
 SAFETY = 0.94  # the final run is planned for this share of the remaining time
@@ -161,7 +162,10 @@ class Auto:
         return self._verdict()
 
     def config(self, folder: str, changes: dict[str, str]) -> TrainConfig:
-        """Return the config of a run in ``folder``: with ``changes``, the small dev set, and micro-batches that fit in memory."""
+        """Return the config of a run in ``folder`` with ``changes``.
+
+        It has the small dev set and micro-batches that fit in memory.
+        """
         pairs = int(changes.get("batch.global_batch_size", 1))
         if size := self.state.sizes.get(changes.get("method", "")):
             changes = {**changes, "batch.micro_batch_size": str(gcd(size, pairs))}
@@ -174,7 +178,11 @@ class Auto:
         return replace(config, data=data, batch=batch, output_dir=str(self.output / folder))
 
     def _divide(self) -> None:
-        """Write a small dev set: a sample of the dev data or, if there is none, of the training queries (not trained on)."""
+        """Write a small dev set.
+
+        It is a sample of the dev data or, if there is none, of the training queries, which are then
+        not trained on.
+        """
         folder = self.output / "data"
         if (folder / "dev").is_dir():
             return
@@ -186,7 +194,10 @@ class Auto:
             write_dev_set(dev, folder / "dev", DEV_QUERIES, DEV_PASSAGES, seed)
 
     def _evaluate(self, kind: str, folder: str, data: dict[str, str]) -> None:
-        """Evaluate a baseline and save the duration, unless an earlier call did both. kind: ``untrained`` or ``bm25``."""
+        """Evaluate a baseline and save the duration, unless an earlier call did both.
+
+        kind: ``untrained`` or ``bm25``.
+        """
         if folder not in self.state.seconds or not (self.output / folder / METRICS_FILE).is_file():
             began = time.monotonic()
             run_job(kind, self.config(folder, {}), data)
@@ -222,7 +233,9 @@ class Auto:
             self.state.save()
 
     def _trial(self, recipe: dict[str, str]) -> float:
-        """Train for a few steps and return the median seconds per pair. recipe: a method with its settings.
+        """Train for a few steps and return the median seconds per pair.
+
+        recipe: a method with its settings.
 
         The global batch size is the smallest one that tuning tries, because small batches take the
         most time per pair. Time outside the steps, such as loading, is also measured;
@@ -248,7 +261,7 @@ class Auto:
         return {"batch.global_batch_size": str(pairs), "bank.size": str(4 * pairs)}
 
     def _candidates(self) -> list[Values]:
-        """Return the combinations of settings from which tuning chooses, the most promising first."""
+        """Return the combinations of settings to tune, the most promising first."""
         batches = [pairs for pairs in BATCHES if pairs * FEWEST_STEPS <= self._queries] or [
             BATCHES[0]
         ]
@@ -272,7 +285,7 @@ class Auto:
         return max(1, MOST_EPOCHS * self._queries // int(dict(values)["batch.global_batch_size"]))
 
     def _check_time(self, tuning: bool) -> None:
-        """Raise InputError if the measurements left no time to train. tuning: whether settings will be tuned."""
+        """Raise InputError if the measurements left no time to train. tuning: whether to tune."""
         if self.state.tuning or self.state.steps:
             return
         left = self.state.seconds_left(self.total) - (TUNING * self.total if tuning else 0)
@@ -409,14 +422,17 @@ class Auto:
 
 
 def described(values: Values) -> str:
-    """Return a combination of settings as text, such as: grad_cache, N = 64, learning rate 0.001."""
+    """Return settings as text, such as: grad_cache, N = 64, learning rate 0.001."""
     settings = dict(values)
     n = settings["batch.global_batch_size"]
     return f"{settings['method']}, N = {n}, learning rate {settings['optim.learning_rate']}"
 
 
 def verdict(found: Comparison, metric: str) -> str:
-    """Return a text that says whether to use the trained model. found: trained model compared with the untrained model."""
+    """Return a text that says whether to use the trained model.
+
+    found: trained model compared with the untrained model.
+    """
     interval = f"{metric} {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
     if found.low > 0:
         advice = "the trained model is better; use it"

@@ -97,22 +97,22 @@ class State:
 
     @property
     def evaluation_seconds(self) -> float:
-        """Expected seconds of all evaluations of the final run: EVALUATIONS dev evaluations, then one test evaluation."""
+        """Expected seconds of the final run's evaluations: EVALUATIONS on dev, one on test."""
         return (
             self.seconds.get("untrained", self.seconds["dev"]) + EVALUATIONS * self.seconds["dev"]
         )
 
     def seconds_left(self, total: float) -> float:
-        """Return the seconds that the steps of the final run may take. total: time limit of the command."""
+        """Return the seconds for the steps of the final run. total: time limit of the command."""
         return total - self.elapsed - self.seconds["run"] - self.evaluation_seconds
 
     def step_seconds(self, values: Values) -> float:
-        """Return the seconds of a step with the settings ``values``: measured seconds per pair, times global batch size."""
+        """Return the seconds of a step: measured seconds per pair, times global batch size."""
         changes = dict(values)
         return self.seconds[changes["method"]] * int(changes["batch.global_batch_size"])
 
     def tuning_plan(self, candidates: list[Values], total: float) -> tuple[list[Values], float]:
-        """Return the candidates to try in the tuning time, and the planned seconds of a run in the last round (rung).
+        """Return the candidates to try, and the planned seconds of a run in the last rung.
 
         candidates: the most promising first. total: seconds that the whole command may take. If
         there is only one candidate, or no time to compare two, return the first candidate and 0

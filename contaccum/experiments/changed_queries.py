@@ -1,4 +1,4 @@
-"""Find the queries that differ most between two systems, with the passages that each system ranked first."""
+"""Find the queries that differ most between two systems, with their best passages."""
 
 import warnings
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""``contaccum compare``: train models with different methods, settings and seeds, evaluate them on the same data, and report."""
+"""``contaccum compare``: train and evaluate methods, settings and seeds on the same data."""
 
 import os
 import re
@@ -179,7 +179,7 @@ class Study:
             )
 
     def check(self) -> None:
-        """Raise InputError if a setting or the data is wrong, or if the folder of a run contains results of other settings."""
+        """Raise InputError if settings or data are wrong, or a run's folder has other results."""
         require_one_process("compare")
         require_matplotlib()
         by_settings: dict[str, str] = {}
@@ -301,7 +301,7 @@ class Study:
         return PlannedRun(name, kind, replace(config, output_dir=str(folder), resume=True))
 
     def _check_folder(self, run: PlannedRun) -> None:
-        """Raise InputError if the folder of a run contains other settings, or metrics on other data."""
+        """Raise InputError if a run's folder contains other settings, or metrics on other data."""
         if (run.folder / CONFIG_FILE).is_file():
             changes = "; ".join(config_differences(read_config(run.folder), asdict(run.config)))
             if changes:

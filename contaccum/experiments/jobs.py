@@ -223,7 +223,7 @@ def delete_weights(run: Path) -> None:
 
 
 def data_hashes(kind: str, config: TrainConfig) -> dict[str, str]:
-    """Return hashes of the training and dev data, and of encoders in local folders, to notice later changes.
+    """Return hashes of the data and of encoders in local folders, to notice later changes.
 
     Return {} for ``bm25``, which uses none of them.
     """
@@ -246,7 +246,7 @@ def data_hashes(kind: str, config: TrainConfig) -> dict[str, str]:
 def refuse_changed(
     folder: Path, saved: Mapping[str, str], hashes: Mapping[str, str], config: TrainConfig
 ) -> None:
-    """Raise InputError if one of the ``hashes`` differs from the hash that an earlier call saved in ``folder``.
+    """Raise InputError if one of the ``hashes`` differs from the saved one in ``folder``.
 
     saved: the hashes of the earlier call. Empty for the first call.
     """
@@ -269,7 +269,7 @@ def content_of(name: str, config: TrainConfig) -> str:
 
 
 def baseline_identity(kind: str, config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that affect the untrained encoder, so that a later call notices changed settings.
+    """Return the settings that affect the untrained encoder, to notice later changes.
 
     Return {} for ``run``, whose folder already contains the config, and for ``bm25``, which has no
     settings.

@@ -46,7 +46,7 @@ USABLE = 0.8  # share of a machine's free memory that a measurement may use
 
 @dataclass(frozen=True)
 class Measurement:
-    """Peak memory and time of a step of one method, and the largest sizes within the memory budget."""
+    """Peak memory and time of a step of one method, and the largest sizes that fit in memory."""
 
     # largest divisor of the global batch size that fits; None if no divisor fits
     micro_batch_size: int | None
@@ -153,7 +153,7 @@ class Probe:
         return self.engine.peak_memory()
 
     def context(self) -> int:
-        """Return the bytes on the GPU that CUDA itself and other processes use (outside PyTorch's allocator)."""
+        """Return the bytes on the GPU that CUDA itself and other processes use."""
         if self.engine.device.type != "cuda":
             return 0
         free, total = torch.cuda.mem_get_info(self.engine.device)
@@ -168,7 +168,7 @@ class Probe:
         return math.inf if self.engine.device.type == "cuda" else USABLE * free
 
     def step_seconds(self, size: int) -> float:
-        """Return the seconds of an optimizer step with random pairs in micro-batches of ``size`` pairs."""
+        """Return the seconds of a step with random pairs in micro-batches of ``size`` pairs."""
         n = self.config.batch.global_batch_size
         if self.config.spec.whole:
             return self._median(size, 1) * n / size

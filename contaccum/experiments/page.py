@@ -36,8 +36,9 @@ MAX_POINTS = (
     300  # maximum number of points per curve; in longer logs, neighboring steps are averaged
 )
 STYLE = {
-    "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
-    "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
+    "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "grid.alpha": 0.25, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
+    "xtick.color": INK, "ytick.color": INK,
     "grid.color": INK, "legend.frameon": False, "svg.fonttype": "none", "lines.linewidth": 1.8,
     "text.parse_math": False,  # a dollar sign in the name of a run does not start a formula
 }  # fmt: skip
@@ -85,7 +86,7 @@ def gigabytes(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text with one or two units, such as: 3 d 4 h, 2 h 5 min, 4 min 10 s, 7.2 s."""
+    """Return a duration with one or two units, such as: 3 d 4 h, 2 h 5 min, 7.2 s."""
     for name, length, smaller, part in (
         ("d", 86400, "h", 3600),
         ("h", 3600, "min", 60),
@@ -202,7 +203,10 @@ def _save(figure: "Figure", axes: "Axes", name: str, caption: str) -> Plot:
 
 
 def _inline(svg: str, name: str) -> str:
-    """Change an SVG file to an <svg> element for an HTML page: unique ids, the text color of the page, and no fixed size."""
+    """Change an SVG file to an <svg> element for an HTML page.
+
+    It gets unique ids, the text color of the page, and no fixed size.
+    """
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 role="img"', svg)
@@ -236,7 +240,10 @@ Draw = Callable[["Axes", list[RunGroup], Looks, str], None]
 
 
 def _over_steps(*names: str, log: bool = False, level: float | None = None) -> Draw:
-    """Return a function that plots logged values over steps. log: log-scale y axis. level: height of a horizontal line."""
+    """Return a function that plots logged values over steps.
+
+    log: log-scale y axis. level: height of a horizontal line.
+    """
 
     def draw(axes: "Axes", groups: list[RunGroup], looks: Looks, _: str) -> None:
         for group in groups:
@@ -246,7 +253,8 @@ def _over_steps(*names: str, log: bool = False, level: float | None = None) -> D
                     continue
                 look = looks[group.label] | ({"linestyle": dash} if len(names) > 1 else {})
                 look |= {"label": group.label} if name == names[0] else {}
-                axes.plot(steps, mean, marker="" if len(steps) > 1 else "o", **look)  # type: ignore[arg-type]
+                marker = "" if len(steps) > 1 else "o"
+                axes.plot(steps, mean, marker=marker, **look)  # type: ignore[arg-type]
                 if len(group.runs) > 1:
                     axes.fill_between(
                         steps, low, high, color=look["color"], alpha=0.15, linewidth=0
@@ -296,7 +304,8 @@ def _dev_over_time(axes: "Axes", groups: list[RunGroup], looks: Looks, metric: s
                 times = [run.evaluation_times[line["step"]] for line in lines]
                 label = None if number else group.label
                 scores = [line["dev"].get(metric) for line in lines]
-                axes.plot(times, scores, alpha=0.8, marker=".", label=label, **looks[group.label])  # type: ignore[arg-type]
+                look: dict[str, Any] = {"alpha": 0.8, "marker": ".", **looks[group.label]}
+                axes.plot(times, scores, label=label, **look)
 
 
 def _metric_over_bank(axes: "Axes", groups: list[RunGroup], looks: Looks, metric: str) -> None:
@@ -349,7 +358,8 @@ def _drift_by_age(axes: "Axes", groups: list[RunGroup], looks: Looks, _: str) ->
             cosines[one["age"]].append(one["passage"])
         if cosines:
             means = [statistics.mean(cosines[age]) for age in sorted(cosines)]
-            axes.plot(sorted(cosines), means, marker=".", label=group.label, **looks[group.label])  # type: ignore[arg-type]
+            look: dict[str, Any] = {"marker": ".", **looks[group.label]}
+            axes.plot(sorted(cosines), means, label=group.label, **look)
     axes.locator_params(axis="x", integer=True)
 
 
@@ -359,14 +369,18 @@ FIGURES: dict[str, tuple[str, str, str, Draw]] = {
         "seeds, horizontal lines are baselines without training",
         "training seconds", "{metric}", partial(_metric_over, "train_seconds"),
     ),
-    "dev-time": ("{metric} on dev during training, one line per seed", "training "
-                                                                       "seconds", "dev {metric}", _dev_over_time),
-    "metric-memory": (
-        "{metric} on the test data against peak memory", "peak memory, "
-                                                         "MiB", "{metric}", partial(_metric_over, "peak_mib"),
+    "dev-time": (
+        "{metric} on dev during training, one line per seed",
+        "training seconds", "dev {metric}", _dev_over_time,
     ),
-    "metric-bank": ("{metric} on the test data against the bank size", "bank size M, "
-                                                                       "rows", "{metric}", _metric_over_bank),
+    "metric-memory": (
+        "{metric} on the test data against peak memory",
+        "peak memory, MiB", "{metric}", partial(_metric_over, "peak_mib"),
+    ),
+    "metric-bank": (
+        "{metric} on the test data against the bank size",
+        "bank size M, rows", "{metric}", _metric_over_bank,
+    ),
     "loss": (
         "Loss over steps, mean and range over seeds; methods use different numbers of negatives, "
         "so do not compare the levels of their losses",

@@ -47,8 +47,9 @@ def render(measured: dict[str, Measurement], config: TrainConfig, budget: int) -
     n, b, m = config.batch.global_batch_size, config.batch.micro_batch_size, config.bank_rows
     rows = [
         [
-            method, text(found.micro_batch_size or "none"), gigabytes(found.peak), f"{found.error:+.1%}",
-            f"{found.step:.3g}", duration(found.epoch(n)), text(found.largest_bank),
+            method, text(found.micro_batch_size or "none"), gigabytes(found.peak),
+            f"{found.error:+.1%}", f"{found.step:.3g}", duration(found.epoch(n)),
+            text(found.largest_bank),
         ]
         for method, found in measured.items()
     ]  # fmt: skip

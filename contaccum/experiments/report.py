@@ -1,4 +1,4 @@
-"""Make reports on training runs: tables for the console, and sections for HTML and Markdown files."""
+"""Make reports on training runs: tables for the console, sections for HTML and Markdown."""
 
 import warnings
 from collections.abc import Sequence
@@ -141,7 +141,7 @@ def sections_of(
 
 
 def verdict(groups: list[RunGroup], metric: str, found: list[Difference]) -> list[str]:
-    """Return the result in words: the group with the best metric, and the groups that differ from their reference."""
+    """Return the result in words: the best group, and those that differ from their reference."""
     scored = [group for group in best_first(groups, metric) if group.scores(metric)]
     if not scored:
         return [f"No run has {metric} on the test data."]
@@ -173,7 +173,7 @@ def verdict(groups: list[RunGroup], metric: str, found: list[Difference]) -> lis
 
 
 def constant_age(groups: list[RunGroup]) -> str | None:
-    """Return a sentence about the age of the bank's rows if this age is the same in all runs and steps, otherwise None."""
+    """Return a sentence about the age of the bank's rows, or None if it varies."""
     logged = [line for group in groups for run in group.runs for line in run.steps]
     ages = {line[key] for line in logged for key in AGES if line.get(key) is not None}
     if len(ages) != 1:
@@ -231,7 +231,7 @@ def quality(groups: list[RunGroup], metric: str) -> Table:
 
 
 def tests_table(found: list[Difference]) -> Table:
-    """Return a table of significance tests: difference, 95 % interval, effect size and corrected p values."""
+    """Return a table of tests: difference, 95 % interval, effect size and corrected p."""
     rows = []
     for test in found:
         one = test.found
@@ -337,7 +337,7 @@ def equal_time(groups: list[RunGroup], metric: str) -> tuple[float, Table] | Non
 
 
 def score_at(run: RunRecord, seconds: float, metric: str) -> tuple[int, float] | None:
-    """Return step and dev metric of the last evaluation in the first ``seconds`` of training, or None if there is none."""
+    """Return step and dev metric of the last evaluation in the first ``seconds``, or None."""
     early = [
         line
         for line in run.evaluations

@@ -1,4 +1,4 @@
-"""Read training runs for reports, group runs that differ only in the seed, and test the differences between groups."""
+"""Read runs for reports, group those that differ only in the seed, and test differences."""
 
 import json
 import os
@@ -57,7 +57,10 @@ class RunRecord:
         return self.config.get("seed", 0)
 
     def _totals(self, name: str) -> list[float]:
-        """Return the total seconds of each log line. name: seconds or waited, whose logged values are means over steps."""
+        """Return the total seconds of each log line.
+
+        name: seconds or waited, whose logged values are means over steps.
+        """
         totals = []
         last = 0
         for line in self.steps:  # a line covers the steps since the previous line
@@ -81,7 +84,7 @@ class RunRecord:
 
     @cached_property
     def evaluation_times(self) -> dict[int, float]:
-        """Step of an evaluation on dev -> seconds of training up to this step, interpolated between the logged steps."""
+        """Step of an evaluation on dev -> seconds of training up to it, interpolated."""
         last = max(self.times, default=0)
         steps = [line["step"] for line in self.evaluations if line["step"] <= last]
         return dict(
@@ -107,7 +110,7 @@ class RunRecord:
 
     @property
     def peak_memory(self) -> int | None:
-        """Peak memory in bytes: the allocated memory of a GPU, or the resident memory of the process on a CPU."""
+        """Peak memory in bytes: allocated on a GPU, or resident on a CPU."""
         return max((line["peak_memory"] for line in self.steps), default=None)
 
     @property
@@ -232,13 +235,13 @@ class RunGroup:
         return mean_std(self.scores(metric))
 
     def per_query(self) -> dict[int | None, QueryScores]:
-        """Return the metrics per query of every run: seed of the run (None for a baseline) -> query id -> metrics."""
+        """Return the metrics of every run: seed (None for a baseline) -> query id -> metrics."""
         return {
             run.seed if run.method else None: run.per_query for run in self.runs if run.per_query
         }
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of an attribute of RunRecord, such as ``train_seconds``, over the runs."""
+        """Return the mean of an attribute of RunRecord, such as ``train_seconds``, over runs."""
         return mean_std(getattr(run, name) for run in self.runs)[0]
 
     def median(self, name: str) -> float | None:

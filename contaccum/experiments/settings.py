@@ -1,4 +1,4 @@
-"""Read the variants that ``contaccum compare`` trains: methods, fixed values, and combinations of values to tune."""
+"""Read the variants that ``contaccum compare`` trains: methods, fixed and tuned values."""
 
 import json
 import re
@@ -34,7 +34,7 @@ class Variant:
 
 
 def named(first: str, values: Values) -> str:
-    """Join ``first`` and the values into one name of a run or folder, such as ``cont_accum-size=64-learning_rate=2e-5``."""
+    """Join ``first`` and the values into a name, such as ``cont_accum-size=64-seed=1``."""
     return "-".join(
         [first, *(f"{name.partition('.')[2] or name}={value}" for name, value in values)]
     )

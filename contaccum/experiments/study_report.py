@@ -107,7 +107,7 @@ def _budget_section(
 
 
 def equal_budget(groups: list[RunGroup], metric: str, found: list[Difference]) -> Table:
-    """Return a table with the steps, cost and metric of each group, and the difference from the reference."""
+    """Return a table of each group's steps, cost, metric and difference from the reference."""
     tests = {one.group.label: row for one, row in zip(found, tests_table(found).rows, strict=True)}
     rows = []
     for group in best_first(groups, metric):
@@ -144,7 +144,7 @@ def equal_budget(groups: list[RunGroup], metric: str, found: list[Difference]) -
 
 
 def cost_of(group: RunGroup) -> dict[str, int]:
-    """Return the global batch size N of the group, and the numbers of steps, pairs and forward passes of one run.
+    """Return N of the group, and the steps, pairs and forward passes of one run.
 
     Forward passes are counted per pair: a pass over n pairs counts as n. A backward pass counts as
     2 forward passes.
@@ -207,7 +207,7 @@ def as_json(groups: list[RunGroup], found: list[Difference], result: StudyResult
 
 
 def tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:
-    """Return a section with the chosen values, and a table with the dev metric of each combination in each rung."""
+    """Return a section: the chosen values, and the dev metric of each combination by rung."""
     rows = []
     for each in tuned:
         values = ", ".join(f"{name}={value}" for name, value in each.chosen or ()) or MISSING
@@ -217,9 +217,11 @@ def tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:
     shares = sorted({share for each in tuned for share in each.shares})
     tried = [
         [each.variant.label, *(dict(candidate).get(name, MISSING) for name in _tuned_names(tuned)),
-         *(number(dict(zip(each.shares, each.rungs, strict=True)).get(share, {}).get(candidate)) for share in shares),
+         *(number(rungs.get(share, {}).get(candidate)) for share in shares),
          "chosen" if candidate == each.chosen else ""]
-        for each in tuned for candidate in each.variant.candidates
+        for each in tuned
+        for rungs in [dict(zip(each.shares, each.rungs, strict=True))]
+        for candidate in each.variant.candidates
     ]  # fmt: skip
     heads = [f"{share} of the budget" if share < 1 else "full budget" for share in shares]
     notes = [

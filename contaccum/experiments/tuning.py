@@ -1,4 +1,4 @@
-"""Length of training runs: all final runs have the same budget; tuning also uses shorter runs (successive halving).
+"""Length of training runs: equal budgets for final runs, shorter runs to tune.
 
 Successive halving is cheaper than training all combinations of values fully. It has several rounds,
 called rungs. In the first rung, all combinations train for a short time. In each later rung, the
@@ -35,7 +35,10 @@ Scores = dict[Values, float]
 
 
 class Budget(NamedTuple):
-    """Maximum cost of a training run. unit: f (forward passes of a pair), p (pairs), u (updates) or s (seconds)."""
+    """Maximum cost of a training run.
+
+    unit: f (forward passes of a pair), p (pairs), u (updates) or s (seconds).
+    """
 
     amount: Fraction
     unit: Literal["f", "p", "u", "s"]
@@ -44,7 +47,7 @@ class Budget(NamedTuple):
         return f"{float(self.amount):g} {UNITS[self.unit]}"
 
     def steps(self, config: TrainConfig, share: Fraction, step_seconds: float | None) -> int:
-        """Return the number of optimizer steps that a run can take with the fraction ``share`` of the budget.
+        """Return the number of optimizer steps that fit in the fraction ``share`` of the budget.
 
         step_seconds: measured seconds of a step, only for a budget in seconds. Raises InputError if
         the number of steps is 0.
@@ -84,7 +87,7 @@ def parse_budget(text: str) -> Budget:
 def limited(
     config: TrainConfig, budget: Budget | None, share: Fraction, step_seconds: float | None
 ) -> TrainConfig:
-    """Return the config with the number of steps that a run can take with the fraction ``share`` of the budget.
+    """Return the config with the steps that fit in the fraction ``share`` of the budget.
 
     Without a budget, the run takes this fraction of the configured steps or epochs. step_seconds:
     measured seconds of a step, needed only for a budget in seconds.
@@ -143,13 +146,16 @@ def rung_shares(candidates: int, rungs: int | None) -> list[Fraction]:
 
 
 def survivors(candidates: int) -> int:
-    """Return the number of candidates in the next rung: a quarter, rounded up, but at least two (one if there is only one)."""
+    """Return the number of candidates in the next rung.
+
+    It is a quarter, rounded up, but at least two (one if there is only one).
+    """
     return min(candidates, max(2, -(-candidates // QUARTER)))
 
 
 @dataclass
 class Tuned:
-    """Tuning of one variant: the dev metrics of its candidates in each rung, and the chosen candidate."""
+    """Tuning of one variant: dev metrics of its candidates by rung, and the chosen candidate."""
 
     variant: Variant
     shares: list[Fraction]
@@ -187,7 +193,7 @@ class Tuned:
         )
 
     def edges(self) -> list[str]:
-        """Return the names of tuned settings whose chosen number is the lowest or the highest that was tried.
+        """Return the tuned settings whose chosen number is the lowest or highest that was tried.
 
         Leave out a number that is also the lowest or the highest allowed value, because no wider
         range is possible.

@@ -1,4 +1,4 @@
-"""Readers of files with columns: DPR's corpus TSV and question CSV, and MS MARCO's collection.tsv and queries.tsv."""
+"""Readers of files with columns: DPR's TSV and question CSV, and MS MARCO's files."""
 
 import ast
 import csv
@@ -21,9 +21,10 @@ MAX_CELL = 131_072  # default limit of the csv module: number of characters of a
 _CORPUS_ROW = "three columns separated by tabs: id, text, title"
 HEADER = ["id", "text", "title"]
 _HEADER_WORDS = {
-    "_id", "id", "docid", "doc_id", "doc-id", "pid", "passage_id", "passage-id", "corpus-id", "corpus_id", "query-id", "query_id",
-    "title", "text", "contents", "content", "passage", "document", "doc", "body", "sentence", "abstract", "url", "score", "grade",
-    "label", "rel", "relevance", "qid", "query",
+    "_id", "id", "docid", "doc_id", "doc-id", "pid", "passage_id", "passage-id", "corpus-id",
+    "corpus_id", "query-id", "query_id", "title", "text", "contents", "content", "passage",
+    "document", "doc", "body", "sentence", "abstract", "url", "score", "grade", "label", "rel",
+    "relevance", "qid", "query",
 }  # fmt: skip
 """Usual column names, to recognize a header."""
 _QUESTION_ROW = (
@@ -70,7 +71,7 @@ def _is_header(row: list[str], location: SourceLocation) -> bool:
 def id_text_lines(
     path: Path, on_error: OnError = stop
 ) -> Iterator[tuple[SourceLocation, str, str]]:
-    """Yield the location, the id and the text of each line of MS MARCO's collection.tsv or queries.tsv.
+    """Yield the location, the id and the text of each line of a file of MS MARCO.
 
     These files have no header, and quotation marks are part of the text.
     """

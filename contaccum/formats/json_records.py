@@ -1,4 +1,4 @@
-"""Read JSON objects from a file, one per line or all in one list, and check the types of their fields."""
+"""Read JSON objects from a file, one per line or in one list, and check their fields."""
 
 import codecs
 import json
@@ -188,7 +188,7 @@ class _Window:
 
 
 def refuse_lone_surrogates(value: Any, location: SourceLocation) -> None:
-    """Raise InputError if the value contains half of a surrogate pair, such as "\\ud800", which UTF-8 cannot encode."""
+    """Raise InputError for half of a surrogate pair, such as "\\ud800", which is not UTF-8."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:

@@ -86,7 +86,7 @@ def _passage(record: Record, location: SourceLocation, number: int) -> Passage:
 def numbered_queries(
     path: Path, on_error: OnError = stop
 ) -> Iterator[tuple[SourceLocation, Query]]:
-    """Yield the location and the query of each record of a BEIR queries.jsonl or MS MARCO's queries.tsv."""
+    """Yield the location and the query of each record of queries.jsonl or queries.tsv."""
     queries: Iterator[tuple[SourceLocation, Query]]
     if not _is_json(path) and _columns(path) == 2:
         queries = (

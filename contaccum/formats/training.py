@@ -76,7 +76,8 @@ def _known_passage(passage: Record) -> Record:
 _PASSAGE_FIELDS = frozenset({"_id", "docid", "passage_id", "psg_id", "title", "text", "score"})
 _RECORD_FIELDS = _PASSAGE_FIELDS | {
     "query_id", "query", "question", "pos", "pos_id", "pos_scores", "neg", "neg_id", "neg_scores",
-    "positive_passages", "negative_passages", "positive_ctxs", "hard_negative_ctxs", "negative_ctxs",
+    "positive_passages", "negative_passages", "positive_ctxs", "hard_negative_ctxs",
+    "negative_ctxs",
 }  # fmt: skip
 
 

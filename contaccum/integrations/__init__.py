@@ -1,1 +1,1 @@
-"""Use CONTACCUM in sentence-transformers and Lightning, and upload models to the Hugging Face Hub."""
+"""Use CONTACCUM in sentence-transformers and Lightning, and upload models to the Hub."""

@@ -1,4 +1,4 @@
-"""CONTACCUM for Lightning: ``ContAccumLoss`` is the loss; ``ContAccumCallback`` updates and saves the bank of the loss.
+"""CONTACCUM for Lightning: a loss with a bank, and a callback that updates and saves the bank.
 
     class Retriever(LightningModule):
         def __init__(self):
@@ -27,7 +27,7 @@ __all__ = ["ContAccumCallback", "ContAccumLoss"]
 
 
 class ContAccumCallback(Callback):
-    """Callback that tells the bank when an optimizer step ends, and that saves the bank in the trainer's checkpoints."""
+    """Callback that tells the bank when a step ends, and saves the bank in checkpoints."""
 
     def __init__(self, loss: ContAccumLoss) -> None:
         self.loss = loss

@@ -1,4 +1,4 @@
-"""CONTACCUM for SentenceTransformerTrainer: a loss with a bank, and a callback that updates and saves the bank.
+"""CONTACCUM for SentenceTransformerTrainer: a loss with a bank, and a callback for the bank.
 
     model = SentenceTransformer("sentence-transformers/all-MiniLM-L6-v2")
     loss = ContAccumLoss(model)
@@ -119,7 +119,10 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         return model.training and torch.is_grad_enabled()
 
     def _ids(self, passages: list[dict[str, Tensor]]) -> Tensor | None:
-        """Return an id for each passage, (B, 1 + H), on the CPU. Return None if false negatives are not masked."""
+        """Return an id for each passage, (B, 1 + H), on the CPU.
+
+        Return None if false negatives are not masked.
+        """
         if not self.bank_loss.loss.similarity.mask_false_negatives:
             return None
         if not all("input_ids" in each and "attention_mask" in each for each in passages):
@@ -160,7 +163,7 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
 
 
 class ContAccumCallback(TrainerCallback):
-    """Callback that tells the bank when an optimizer step ends, and that saves the bank in the trainer's checkpoints."""
+    """Callback that tells the bank when a step ends, and saves the bank in checkpoints."""
 
     def __init__(self, loss: ContAccumLoss) -> None:
         self.loss = loss
@@ -207,7 +210,7 @@ class ContAccumCallback(TrainerCallback):
 
 
 def _refuse_other_run(folder: Path, state: Any) -> None:
-    """Raise InputError if the trainer did not load ``state`` from the checkpoint ``folder``, whose bank is used."""
+    """Raise InputError if the trainer loaded another checkpoint than the bank's (``folder``)."""
     saved = read_json(folder / TRAINER_STATE_NAME)["log_history"]
     if json.dumps(saved) != json.dumps(
         state.log_history

@@ -45,7 +45,7 @@ class BankOptions:
 
 
 class BankLogits(NamedTuple):
-    """Logits of b current pairs and a bank, which the loss has computed and the push of these pairs needs too."""
+    """Logits of b current pairs and a bank: computed by the loss, needed again by the push."""
 
     pointer: int
     """``Bank.pointer`` when the loss was computed."""
@@ -118,7 +118,7 @@ class Bank:
         return self.fill if self.queries is not None and self.options.row_weight == "all" else 0
 
     def logsumexp(self) -> Tensor:
-        """Return for each bank query the log-sum-exp of its logits with its negatives in the bank, (fill,)."""
+        """Return the log-sum-exp of each bank query over its negatives in the bank, (fill,)."""
         assert self.sums is not None
         return self.sums.total(self.fill)
 
@@ -221,7 +221,7 @@ class Bank:
         return pieces
 
     def _logits(self, rows: slice, slots: slice) -> Tensor:
-        """Return the logits of the queries in r slots and the passages in s slots, (r, s, 1 + H)."""
+        """Return the logits of the queries in r slots and passages in s slots, (r, s, 1 + H)."""
         logits = self.similarity.logits(self.pairs(rows), self.pairs(slots)).values
         return logits.unflatten(1, (slots.stop - slots.start, self.per_slot))
 
@@ -246,7 +246,7 @@ class Bank:
         self._index(slice(0, self.size))
 
     def end_step(self) -> None:
-        """End an optimizer step: add 1 to the number of steps, and empty the bank if ``options.keep`` is false."""
+        """End a step: add 1 to the number of steps; empty the bank if ``keep`` is false."""
         self.step += 1
         self.age[: self.stored] += 1
         if self.options.keep:
@@ -280,7 +280,7 @@ class Bank:
             self.sums.begin_step()
 
     def rollback(self) -> None:
-        """Restore exactly the state that the bank had at the beginning of the current optimizer step."""
+        """Restore exactly the state of the bank at the beginning of the current optimizer step."""
         self.pointer, self.stored, width = self._before
         self.positives = self.positives[:, :width].contiguous()  # a push may have made it wider
         for slots, contents in reversed(self._overwritten):

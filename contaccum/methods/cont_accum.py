@@ -15,7 +15,7 @@ from contaccum.methods.objective import Loss, StepEngine
 def cont_accum(
     engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss
 ) -> list[LossValue]:
-    """Compute the losses and gradients of one optimizer step with CONTACCUM. Each text is encoded once.
+    """Compute the losses and gradients of a step with CONTACCUM. Each text is encoded once.
 
     The logits matrix of a micro-batch of b pairs has b current rows and all bank rows. Its columns
     are b (1 + H) current columns and all bank columns. H: number of hard negatives of a query.

@@ -20,7 +20,7 @@ from contaccum.methods.replay import Cache, replay_sample
 def grad_cache(
     engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss
 ) -> list[LossValue]:
-    """Compute the loss and the gradients of one optimizer step with GradCache, in two passes over the texts.
+    """Compute the loss and the gradients of one step with GradCache, in two passes.
 
     The logits matrix of a step of N pairs has N rows and N (1 + H) columns. H: number of hard
     negatives of a query. Without partial replay, the gradients are those of in_batch, except for
@@ -34,7 +34,7 @@ def grad_cache(
 def cont_cache(
     engine: StepEngine, micro_batches: list[MicroBatch], bank: Bank, loss: Loss
 ) -> list[LossValue]:
-    """Compute the loss and the gradients of one optimizer step with GradCache and a bank, in two passes over the texts.
+    """Compute the loss and the gradients of one step with GradCache and a bank, in two passes.
 
     The logits matrix of a step of N pairs has N current rows and all bank rows. Its columns are N
     (1 + H) current columns and all bank columns. H: number of hard negatives of a query. After the
@@ -113,7 +113,7 @@ def _split(rows: Rows, sizes: list[int]) -> list[Rows]:
 def cache_gradients(
     parts: list[Rows], loss: Loss, bank: Bank | None = None
 ) -> tuple[LossValue, Cache]:
-    """Return the loss of the step, without graph, and its gradients for each micro-batch's embeddings.
+    """Return the loss of the step, without graph, and its gradients for the embeddings.
 
     This is step 2 of the paper.
     """
@@ -130,7 +130,7 @@ def cache_gradients(
 def replay(
     engine: StepEngine, micro_batches: list[MicroBatch], last: Rows, cache: Cache, value: LossValue
 ) -> LossValue:
-    """Make the second pass: encode texts again with a graph, and backpropagate their cached gradients.
+    """Make the second pass: encode with a graph, and backpropagate the cached gradients.
 
     These are the steps 3 and 4 of the paper. Without partial replay, the dropout noise is that of
     the first pass. last: the rows of the last micro-batch, with the graph from the first pass;

@@ -1,4 +1,4 @@
-"""Log-sum-exp of each stored query over its negatives in the bank, kept up to date while pushes overwrite slots.
+"""Log-sum-exp of each stored query over its negatives in the bank, updated by each push.
 
 A push replaces b slots, and so b (1 + H) terms in the sum of every row. Subtracting the old terms
 would add a rounding error in every push. But pushes overwrite the slots in order, so it is known
@@ -7,7 +7,8 @@ one that pushes overwrite now. The sum of a row has three parts:
 
     closed     all other blocks
     new        the slots of the open block that pushes have overwritten since they entered it
-    old[k]     the slots of the open block that remain after its first k groups of b slots are overwritten
+    old[k]     the slots of the open block that remain after its first k groups of b slots are
+               overwritten
 
 A push adds its columns to ``new`` and moves from old[k] to old[k + 1]. When pushes enter the next
 block, ``new`` is the log-sum-exp of the block that they leave, and ``old`` is computed from the
@@ -105,7 +106,10 @@ class CachedLogSumExp:
         self.groups_overwritten = (stop - self._begin(stop)) // self.push
 
     def compute(self, stop: int, fill: int) -> None:
-        """Compute the whole table from the stored vectors. stop: end of the last push. fill: number of filled slots."""
+        """Compute the whole table from the stored vectors.
+
+        stop: end of the last push. fill: number of filled slots.
+        """
         self._write_rows(slice(0, fill), stop, fill)
         self._find_old(stop, fill)
 

@@ -18,8 +18,8 @@ Therefore the cost of a bank is linear in its size. These are the equations of K
 (arXiv 2406.12356, sections 3.2 and 3.3) for b current pairs and M pairs of the bank, each with H
 hard negatives:
 
-    eq. 5, 6    queries (b + M, d) and passages ((b + M)(1 + H), d): the current ones, then those of the bank, which
-                have no gradient
+    eq. 5, 6    queries (b + M, d) and passages ((b + M)(1 + H), d): the current ones, then
+                those of the bank, which have no gradient
     eq. 7       their similarities (b + M, (b + M)(1 + H)), the matrix above
     eq. 8       gradient of a current query: a sum over all (b + M)(1 + H) passages
     eq. 9       gradient of a current passage: a sum over all b + M queries
@@ -86,7 +86,7 @@ class LossValue:
         return replace(self, contrast=self.contrast.detach(), distilled=distilled, computed=())
 
     def weighted(self, rows: float, pairs: float) -> "LossValue":
-        """Return a copy with the weight of a micro-batch in the mean over the micro-batches of a step.
+        """Return a copy with the weight of a micro-batch in the mean over those of a step.
 
         rows: factor of the InfoNCE loss, a mean over rows. pairs: factor of the means over queries.
         """

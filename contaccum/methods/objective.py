@@ -1,4 +1,4 @@
-"""Training objective: InfoNCE, with optional losses of truncated embeddings (Matryoshka) and distillation from a teacher."""
+"""Training objective: InfoNCE, with optional Matryoshka losses and distillation."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -97,7 +97,7 @@ class Distillation:
 
 
 def _divergence(student: Tensor, teacher: Tensor, scored: Tensor) -> Tensor:
-    """Return for each query the Kullback-Leibler divergence KL(teacher || student) over the scored passages, (b,)."""
+    """Return KL(teacher || student) over the scored passages of each query, (b,)."""
     # not minus infinity, because a row without scores would give NaN
     lowest = torch.finfo(student.dtype).min
     target = teacher.masked_fill(~scored, lowest).log_softmax(1)
@@ -106,7 +106,7 @@ def _divergence(student: Tensor, teacher: Tensor, scored: Tensor) -> Tensor:
 
 
 def _margins(student: Tensor, teacher: Tensor, scored: Tensor) -> Tensor:
-    """Return the mean squared error of the margins of each query, (b,), over the hard negatives with a score."""
+    """Return the mean squared error of each query's margins over the scored negatives, (b,)."""
     error = (student[:, :1] - student[:, 1:]) - (teacher[:, :1] - teacher[:, 1:])  # (b, H)
     counts = scored[:, 1:].sum(1).clamp(min=1)
     return error.square().masked_fill(~scored[:, 1:], 0).sum(1) / counts

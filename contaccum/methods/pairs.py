@@ -15,7 +15,7 @@ from contaccum.batch import RowIds
 
 
 class IdIndex:
-    """Map from each passage id to the entries that contain it, so that a lookup does not search all entries."""
+    """Map from each passage id to its entries, so that a lookup does not search all entries."""
 
     def __init__(self) -> None:
         self._entries: dict[int, list[int]] = {}
@@ -45,7 +45,7 @@ class IdIndex:
                         del self._entries[passage]
 
     def find(self, ids: Tensor, entries: range) -> set[tuple[int, int]]:
-        """Return all (i, j) for which row i of ``ids`` (r, P) and the entry ``entries[j]`` have an id in common."""
+        """Return all (i, j) for which row i of ``ids`` (r, P) and ``entries[j]`` share an id."""
         found = set()
         for row, ids_of_row in enumerate(ids.tolist()):
             for passage in ids_of_row:
@@ -113,7 +113,7 @@ def same_pairs(rows: Pairs, columns: Pairs) -> list[tuple[int, int]]:
 
 
 def steps_between(rows: Pairs, columns: Pairs) -> Tensor | None:
-    """Return the difference between the ages of each pair of ``rows`` and each pair of ``columns``, int64.
+    """Return the age difference of each pair of ``rows`` and each pair of ``columns``, int64.
 
     The shape is (r, pairs). It is (r, 1) or (pairs,) if all pairs of one side are current. None if
     all pairs are current.
@@ -126,7 +126,7 @@ def steps_between(rows: Pairs, columns: Pairs) -> Tensor | None:
 
 
 def positive_columns(rows: Pairs, columns: Pairs) -> set[tuple[int, int]]:
-    """Return all (query i, passage j) that are positives: the query's own, and its other known positives, by id."""
+    """Return all (query i, passage j) that are positives: the query's own, or known by id."""
     per_pair = columns.passages.shape[1]
     own = {(row, pair * per_pair) for row, pair in same_pairs(rows, columns)}
     if rows.rows_by_id is not None and len(rows) > len(columns):

@@ -27,7 +27,7 @@ training loop finds the error."""
 def replay_sample(
     engine: StepEngine, micro_batches: list[MicroBatch], cache: Cache
 ) -> tuple[float, float]:
-    """Make the second pass: encode a sample of the texts again, and backpropagate their weighted cached gradients.
+    """Make the second pass with a sample of the texts, and backpropagate their weighted gradients.
 
     Returns the ratio of encoded texts to all texts, and the relative variance: the variance that
     the sampling added, divided by the sum of the squared gradient norms.

@@ -35,13 +35,13 @@ class Vectors(Protocol):
 
 
 class Guide(NamedTuple):
-    """Vectors of the training queries and passages from a fixed encoder, which scores in place of the model."""
+    """Vectors of the training queries and passages from a fixed encoder, the guide."""
 
     queries: Vectors
     passages: Vectors
 
     def scores(self, rows: Pairs, columns: Pairs, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the scores of all queries and passages, (r, c), and of each query and its positive, (r,)."""
+        """Return the scores of queries and passages, (r, c), and of the positives, (r,)."""
 
         def read(source: Vectors, numbers: Tensor) -> Tensor:
             # a missing passage has no vector; another rule removes it, so the vector of passage 0
@@ -84,7 +84,7 @@ class PairRules:
         return self.separate is not None or self.guide is not None
 
     def removed_by_id(self, rows: Pairs, columns: Pairs) -> Tensor:
-        """Return which (query, passage) are no negatives because of their ids: bool (r, c) or (1, c), on the CPU."""
+        """Return which (query, passage) are no negatives by id: bool (r, c) or (1, c), on CPU."""
         empty = (columns.ids.columns.flatten() == MISSING).unsqueeze(0)  # (1, c)
         if self.separate is None:
             return empty
@@ -109,7 +109,7 @@ class PairRules:
 def too_similar(
     scores: Tensor, positive_scores: Tensor, margin: float, relative: bool, unit: float = 1.0
 ) -> Tensor:
-    """Return whether each score (r, c) is above the score of the row's positive (r,) less the margin: bool (r, c).
+    """Return whether a score (r, c) exceeds the row's positive (r,) less the margin: bool.
 
     unit: score of two equal vectors of length 1.
     """

@@ -1,4 +1,4 @@
-"""Logits of queries and passages, with everything that is no negative masked, and their log-sum-exp over the passages."""
+"""Logits of queries and passages, masked where no negative, and their log-sum-exp."""
 
 import contextlib
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ class Logits(NamedTuple):
 
 
 class LogSumExp(NamedTuple):
-    """Log-sum-exp of r queries over their negatives among c passages, with the counts of ``Logits``."""
+    """Log-sum-exp of r queries over their negatives among c passages, with counts."""
 
     values: Tensor
     """Log-sum-exps, (r,)."""
@@ -92,7 +92,10 @@ class Similarity:
         return self.chunk or (CPU_CHUNK if device.type == "cpu" else CHUNK)
 
     def positive_logits(self, queries: Tensor, passages: Tensor) -> Tensor:
-        """Return the logit of each query (n, d) and its positive, the first of its passages (n, 1 + H, d): (n,)."""
+        """Return the logit of each query (n, d) and its positive: (n,).
+
+        The positive is the first of the query's passages (n, 1 + H, d).
+        """
         return (queries * passages[:, 0]).sum(1) / self.temperature
 
     def logits(self, rows: Pairs, columns: Pairs) -> Logits:

@@ -61,7 +61,7 @@ ESTIMATE_SECONDS = 60.0  # an estimate is printed only if it is longer than this
 
 @dataclass(frozen=True)
 class Texts:
-    """Ids and texts of a corpus or of queries, read in slices because a corpus may be larger than the memory."""
+    """Ids and texts of a corpus or of queries, read in slices to save memory."""
 
     kind: str
     """``query`` or ``passage``."""
@@ -159,7 +159,7 @@ def encode_in_memory(
 def passage_vectors(
     encoder: "DualEncoder", corpus: Dataset, settings: SearchConfig, group: Processes = ALONE
 ) -> tuple[Shards, int]:
-    """Return the vectors of the corpus, from a folder or in memory, and the row number of the first vector.
+    """Return the vectors of the corpus, from a folder or in memory, and the first row number.
 
     If ``settings.embeddings`` names a folder, missing shards are encoded first, and the vectors are
     read from the folder. Otherwise the corpus is encoded in memory. In both cases, each of W
@@ -279,7 +279,7 @@ def print_estimate(
     batch_tokens: int | None,
     dtype: str = "float32",
 ) -> None:
-    """Estimate the time to encode ``rows`` texts, and print it to stderr if it is more than a minute.
+    """Estimate the time to encode ``rows`` texts, and print it if it exceeds a minute.
 
     The time is measured on a sample of texts. The sample is spread evenly over all texts, because
     corpora are often sorted. For fewer than ``ESTIMATE_FROM`` texts nothing is estimated. If there
@@ -309,7 +309,10 @@ class StoredVectors:
         self._shard_size, self._dim = folder.job.shard_size, folder.dimension
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the vectors of the texts at the positions ``rows``: (k,) int64 -> (k, d) float16, both on the CPU."""
+        """Return the vectors of the texts at the positions ``rows``.
+
+        (k,) int64 -> (k, d) float16, both on the CPU.
+        """
         shard_of, row_of = np.divmod(rows.numpy(), self._shard_size)
         found = np.empty((len(rows), self._dim), dtype=np.float16)
         for shard in np.unique(shard_of).tolist():
@@ -325,7 +328,7 @@ def training_vectors(
     group: Processes = ALONE,
     batch_tokens: int | None = None,
 ) -> StoredVectors:
-    """Return the float16 vectors of the queries or passages of a training set, in the order of the set.
+    """Return the float16 vectors of a training set's queries or passages, in its order.
 
     kind: ``query`` or ``passage``. The vectors are cached under a hash of the texts and the
     encoder. Shards missing in the cache are encoded first; each of W processes encodes every W-th

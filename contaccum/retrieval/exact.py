@@ -1,4 +1,4 @@
-"""Exact search by inner product: the products of one block of passages, their top k, and a merge with earlier blocks.
+"""Exact search by inner product: products of a block, their top k, merge with earlier blocks.
 
 On the CPU, faiss computes the products and selects the top k; torch does it if faiss is not
 installed. If the encoder is on a GPU, torch searches on this GPU. Products are float32, so another
@@ -56,7 +56,9 @@ class ExactIndex:
     def __init__(
         self, shards: Shards, first_row: int = 0, *, backend: str = "auto", device: str = "auto"
     ) -> None:
-        """first_row: row number of the first vector in the corpus. device: device of the encoder, such as ``cuda:1``.
+        """first_row: row number of the first vector in the corpus.
+
+        device: device of the encoder, such as ``cuda:1``.
 
         backend: ``faiss`` searches on the CPU. ``torch`` searches on the device of the encoder.
         ``auto`` is torch on a GPU, and faiss on the CPU if it is installed. Raises InputError if
@@ -83,7 +85,7 @@ class ExactIndex:
         self._resident: list[torch.Tensor] = []  # blocks of the corpus that stay on the GPU
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return scores and row numbers of the k passages with the largest inner products, best first.
+        """Return scores and rows of the k passages with the largest products, best first.
 
         queries: (n, d) float32. Scores are (n, m) float32 and row numbers (n, m) int64, where m is
         k, or the number of passages if that is smaller.

@@ -33,7 +33,7 @@ def load_faiss() -> ModuleType:
 
 
 def describe_faiss() -> dict[str, Any]:
-    """Return the version of faiss, its build options (such as AVX512 or GPU) and the number of GPUs that faiss sees."""
+    """Return faiss's version, its build options (such as AVX512) and its number of GPUs."""
     faiss = load_faiss()
     options = faiss.get_compile_options().split()
     return {"version": faiss.__version__, "options": options, "gpus": faiss.get_num_gpus()}
@@ -81,5 +81,5 @@ def search_gpus(device: str = "auto") -> list[int]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the message of a faiss error in one line, without C++ function, file and line number."""
+    """Return a faiss error in one line, without C++ function, file and line number."""
     return _PREFIX.sub("", in_one_line(error))

@@ -187,7 +187,9 @@ class Index:
         self._on_gpus = None  # the copies on the GPUs have the previous values
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return scores, (n, m) float32, and row numbers, (n, m) int64, best first. m is k, or ``len(self)`` if that is smaller.
+        """Return scores, (n, m) float32, and row numbers, (n, m) int64, best first.
+
+        m is k, or ``len(self)`` if that is smaller.
 
         If the search finds fewer than m rows for a query, the row numbers after the last found row
         are -1.
@@ -207,7 +209,10 @@ class Index:
         return best_first(scores, rows, k)
 
     def _gpu_copies(self, gpus: list[int]) -> Any:
-        """Return the index divided among the GPUs, or the CPU index if faiss has no GPU version of it (such as HNSW)."""
+        """Return the index divided among the GPUs.
+
+        Return the CPU index if faiss has no GPU version of it (such as HNSW).
+        """
         if self._on_gpus is None:
             faiss = load_faiss()
             torch.cuda.empty_cache()  # faiss cannot use memory that torch has cached
@@ -220,7 +225,7 @@ class Index:
         return self._on_gpus
 
     def _fall_back_to_cpu(self, error: RuntimeError) -> None:
-        """Warn about an error on the GPUs, such as too little memory, and search on the CPU from now on."""
+        """Warn about an error on the GPUs, such as too little memory, and search on the CPU."""
         factory = self.origin.factory
         warnings.warn(
             f"index {factory!r}: faiss cannot search it on the GPU ({reason_of(error)}); the CPU "
@@ -295,7 +300,7 @@ def _check_target(folder: Path) -> None:
 
 
 def _check_scores(index: Any, factory: str, queries: np.ndarray) -> None:
-    """Raise InputError if the index sorts by distance (smallest first) instead of inner product (largest first)."""
+    """Raise InputError if the index sorts by distance instead of inner product."""
     scores, rows = index.search(
         np.ascontiguousarray(queries, dtype=np.float32), min(10, index.ntotal)
     )
@@ -308,7 +313,7 @@ def _check_scores(index: Any, factory: str, queries: np.ndarray) -> None:
 
 
 def training_rows(faiss: ModuleType, index: Any) -> int:
-    """Return the number of rows to train an index on: 64 for each inverted list, but at least 20,000.
+    """Return the rows to train an index on: 64 for each list, but at least 20,000.
 
     The minimum is enough for a product quantizer, which needs 9,984 rows.
     """

@@ -1,4 +1,4 @@
-"""Mine hard negatives: search for the queries of a training set, filter the passages found, and write the examples.
+"""Mine hard negatives: search for the training queries, filter the passages, write them.
 
 The queries are mined in chunks. W processes divide each chunk among themselves, and process 0
 writes the output.
@@ -62,7 +62,7 @@ class Statistics:
         self.margins += other["margins"]
 
     def report(self) -> dict[str, Any]:
-        """Return counts, the candidates removed by each filter, and mean and quantiles of the scores."""
+        """Return counts, removed candidates by filter, and mean and quantiles of the scores."""
         scores = {}
         for name in ("positives", "negatives", "margins"):
             if values := getattr(self, name):

@@ -1,4 +1,4 @@
-"""Choose the hard negatives of a query: exclude its positives and their copies, score with a cross-encoder, filter by score."""
+"""Choose the hard negatives of a query: without positives and copies, filtered by score."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -61,7 +61,10 @@ class MiningQueries:
 
 
 def _missing(examples_corpus: Dataset, corpus: Dataset, ids: Collection[str]) -> Dataset | None:
-    """Return the passages of ``examples_corpus`` whose id is in ``ids`` but not in ``corpus``, or None if there are none."""
+    """Return the passages of ``examples_corpus`` with an id in ``ids`` but not in ``corpus``.
+
+    Return None if there are none.
+    """
     known = find_rows(corpus, ids)
     rows = find_rows(examples_corpus, [key for key in ids if key not in known])
     # copy the rows: to read a column after Dataset.select, datasets would read all rows of the
@@ -131,7 +134,7 @@ def select_negatives(
 
 
 class CrossEncoder:
-    """Model of sentence-transformers that reads a query and a passage together and gives one score."""
+    """Cross-encoder of sentence-transformers: reads query and passage, gives one score."""
 
     def __init__(
         self, name: str, device: str, batch_size: int, trust_remote_code: bool = False

@@ -1,4 +1,4 @@
-"""Find the best passages of a corpus for each query, with the vectors of an encoder or with BM25."""
+"""Find the best passages of a corpus for each query, with an encoder or with BM25."""
 
 import operator
 from abc import ABC, abstractmethod
@@ -106,7 +106,7 @@ class Retriever(ABC):
 
 
 class DenseRetriever(Retriever):
-    """Retriever that ranks passages by the inner product of vectors, either exactly or with a faiss index."""
+    """Retriever that ranks passages by inner product, exactly or with a faiss index."""
 
     def __init__(
         self,
@@ -315,7 +315,7 @@ def require_k(k: int) -> int:
 
 
 def validate_search(settings: SearchConfig, group: Processes = ALONE) -> None:
-    """Raise InputError if the settings contradict each other or do not work with the number of processes."""
+    """Raise InputError if settings contradict each other or the number of processes."""
     if settings.factory == "Flat":
         if settings.search_params:
             raise InputError(
@@ -342,7 +342,7 @@ def validate_search(settings: SearchConfig, group: Processes = ALONE) -> None:
 
 
 def index_settings(settings: SearchConfig) -> dict[str, Any]:
-    """Return the search settings that can change which passages are found, even if the vectors stay the same."""
+    """Return the search settings that can change the passages found for equal vectors."""
     if settings.factory == "Flat":
         return {"factory": "Flat"}
     return {
@@ -363,7 +363,7 @@ def search(
     output: str | Path | None = None,
     group: Processes = ALONE,
 ) -> Run:
-    """Return the k best passages for each query of a split: query id -> list of (passage id, score), best first.
+    """Return the k best passages per query: query id -> list of (passage id, score).
 
     A passage with the id of the query is left out, as in BEIR. model: an encoder, the name or the
     config of an encoder, or ``bm25``. policy: what to do with bad records. output: TREC run file to
@@ -397,7 +397,10 @@ def look(
     policy: DataPolicy = DEFAULT_POLICY,
     group: Processes = ALONE,
 ) -> list[RankedPassage]:
-    """Return the k best passages for one query text, with title and text. split: used only for a data set of the Hub."""
+    """Return the k best passages for one query text, with title and text.
+
+    split: used only for a data set of the Hub.
+    """
     require_utf8(query, "the query")
     with group.main_first():
         dataset = open_dataset(data, split, policy)

@@ -50,7 +50,10 @@ def make_run(
 
 
 def ranked(pairs: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Sort (passage id, score) pairs as trec_eval does: by score, highest first, and equal scores by id, greatest first."""
+    """Sort (passage id, score) pairs as trec_eval does.
+
+    Highest scores first, and equal scores by id, greatest first.
+    """
     # Python compares strings by code point, which gives the same order as trec_eval's comparison of
     # UTF-8 bytes
     return sorted(pairs, key=lambda pair: (pair[1], pair[0]), reverse=True)

@@ -1,4 +1,4 @@
-"""Write and read embedding shards: files of vectors and ids, and one manifest for all shards of a folder.
+"""Write and read embedding shards: files of vectors and ids, and a manifest per folder.
 
 The files of shard 0 are ``00000.npy`` (vectors), ``00000.ids.json`` (list of ids) and
 ``00000.shard.json`` (record: sizes, SHA-256 and the encoding job). In the format parquet, which
@@ -42,7 +42,8 @@ _BAD_HEADER = (
     tokenize.TokenError,
 )
 _OUR_FILES = re.compile(  # filelock may leave contaccum.lock.break.*
-    r"\d{5,}\.(npy|ids\.json|parquet|shard\.json)|manifest\.json|contaccum\.lock(\.break\..+)?|\..*\.part|\.DS_Store"
+    r"\d{5,}\.(npy|ids\.json|parquet|shard\.json)|manifest\.json"
+    r"|contaccum\.lock(\.break\..+)?|\..*\.part|\.DS_Store"
 )
 
 
@@ -75,7 +76,7 @@ class EncodingJob:
     text: bool = False  # whether the shards contain the texts, too; only parquet can contain them
 
     def __post_init__(self) -> None:
-        """Raise InputError if the dtype or the format is unknown, ``shard_size`` is below 1, or ``rows`` is negative."""
+        """Raise InputError for an unknown dtype or format, and for impossible sizes."""
         if self.dtype not in DTYPES:
             raise InputError(f"dtype is {self.dtype!r}; expected {' or '.join(DTYPES)}")
         if self.format not in FILES:
@@ -111,7 +112,7 @@ class ShardRecord:
     sha256: dict[str, str]  # SHA-256 of each file; same keys as in ``bytes``
 
     def fits(self, job: EncodingJob, number: int) -> bool:
-        """Return whether the file names and the number of rows are those of shard ``number`` of the job."""
+        """Return whether the file names and the rows are those of shard ``number`` of the job."""
         start, stop = job.span(number)
         return (self.vectors, self.ids) == _names(number, job) and self.rows == stop - start
 
@@ -153,7 +154,7 @@ def _names(number: int, job: EncodingJob) -> tuple[str, str]:
 
 
 def check_folder(folder: Path, job: EncodingJob) -> None:
-    """Raise InputError if an existing folder contains embeddings of a different job, or files that are not embeddings."""
+    """Raise InputError if a folder has embeddings of another job, or other files."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; expected a folder for embeddings")
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -187,7 +188,10 @@ def saved_dtype(folder: str | Path) -> str | None:
 
 
 def started_options(folder: str | Path) -> dict[str, Any]:
-    """Return shard_size, dtype, format and text of the shards in a folder, as arguments of ``encode_texts``, or {}."""
+    """Return settings of the shards in a folder, as arguments of ``encode_texts``, or {}.
+
+    The settings are shard_size, dtype, format and text.
+    """
     for path in Path(folder).glob("*.shard.json"):
         with suppress(InputError):  # a damaged file is written again
             job = read_json(path, _JobFile).job
@@ -279,7 +283,7 @@ def _read_parquet(
 
 
 def damage(folder: Path, record: ShardRecord) -> str | None:
-    """Return a sentence about the first missing or damaged file of a shard, or None if all files match the record."""
+    """Return a sentence about a shard's first missing or damaged file, or None."""
     for part, name in record.files.items():
         path = folder / name
         if not path.is_file():
@@ -292,7 +296,7 @@ def damage(folder: Path, record: ShardRecord) -> str | None:
 
 
 def read_record(folder: Path, number: int, job: EncodingJob) -> ShardRecord | None:
-    """Return the record of shard ``number``, or None if the record is missing, damaged or belongs to a different job."""
+    """Return the record of shard ``number``, or None if missing, damaged or of another job."""
     try:
         found = read_json(folder / f"{number:05d}.shard.json", _RecordFile)
     except InputError:
@@ -433,7 +437,10 @@ def count_rows(shards: Shards) -> int:
 
 
 def row_blocks(shards: Iterable[Shard], dtype: Any = None) -> Iterator[Shard]:
-    """Divide shards into blocks of at most ``BLOCK`` rows, with contiguous vectors. dtype: None keeps that of the shards."""
+    """Divide shards into blocks of at most ``BLOCK`` rows, with contiguous vectors.
+
+    dtype: None keeps that of the shards.
+    """
     for shard in shards:
         for start in range(0, len(shard.vectors), BLOCK):
             rows = slice(start, start + BLOCK)

@@ -1,4 +1,4 @@
-"""Checks: texts are valid UTF-8, tokenizers are fast, token ids have embeddings, and no output overwrites an input."""
+"""Checks of texts (UTF-8), tokenizers, token ids, and outputs that would overwrite an input."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -55,7 +55,7 @@ def require_queries(queries: Mapping[str, str]) -> None:
 
 
 def require_fast(tokenizer: Any) -> None:
-    """Raise InputError unless ``tokenizer`` is a fast tokenizer (one that uses the library ``tokenizers``)."""
+    """Raise InputError unless ``tokenizer`` is fast (it uses the library ``tokenizers``)."""
     if not tokenizer.is_fast:
         raise InputError(
             f"{tokenizer.name_or_path!r} has no fast tokenizer; contaccum needs one "
@@ -81,8 +81,9 @@ def require_known_ids(largest: int, vocabulary: int | None, tokenizer: Any) -> N
 
 
 _INPUT_FILES = (
-    "corpus.jsonl*", "queries.jsonl*", "collection.tsv*", "queries.tsv*", "qrels/*", "*config*.json", "*.safetensors",
-    "*tokenizer*", "modules.json", "contaccum.json", "manifest.json", "*.npy", "*.ids.json", "*.parquet",
+    "corpus.jsonl*", "queries.jsonl*", "collection.tsv*", "queries.tsv*", "qrels/*",
+    "*config*.json", "*.safetensors", "*tokenizer*", "modules.json", "contaccum.json",
+    "manifest.json", "*.npy", "*.ids.json", "*.parquet",
 )  # fmt: skip
 """File name patterns. Commands read files with such names from data set folders, model folders and
 vector folders."""

@@ -103,7 +103,7 @@ class Engine(Processes):
         return self.encoder.group is not None
 
     def prepare(self, encoder: "DualEncoder", optimizer: torch.optim.Optimizer) -> None:
-        """Prepare the encoder and the optimizer for training, and copy the weights of process 0 to all other processes."""
+        """Prepare encoder and optimizer for training, and copy the weights of process 0 to all."""
         self.encoder = encoder
         self.parameters = [
             parameter for parameter in encoder.parameters() if parameter.requires_grad
@@ -180,7 +180,7 @@ class Engine(Processes):
         )
 
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Encode this process's part of a micro-batch, and gather the vectors of all processes, in the order of the ranks.
+        """Encode this process's part of a micro-batch, and gather all vectors in order of rank.
 
         Returns the gathered queries (b, d) and passages (b, 1 + H, d). Only the vectors of this
         process have gradients.
@@ -212,7 +212,10 @@ class Engine(Processes):
         )
 
     def encode_texts(self, side: int, texts: Tokens, index: int) -> Tensor:
-        """Return the vectors of texts (n, d). side: 0 for queries, 1 for passages. index: seeds the dropout noise."""
+        """Return the vectors of texts (n, d).
+
+        side: 0 for queries, 1 for passages. index: seeds the dropout noise.
+        """
         torch.manual_seed(mix(self.seed, self.step, index, self.rank, side))
         tower = (self.encoder.query_tower, self.encoder.passage_tower)[side]
         count = len(texts.input_ids)
@@ -234,11 +237,14 @@ class Engine(Processes):
         return equalized
 
     def own_rows(self, rows: Tensor) -> Tensor:
-        """Return the rows of this process. rows: rows of one micro-batch from all processes, in the order of the ranks."""
+        """Return the rows of this process.
+
+        rows: rows of one micro-batch from all processes, in the order of the ranks.
+        """
         return rows.unflatten(0, (self.world, -1))[self.rank]
 
     def uniform(self, index: int) -> float:
-        """Return a random number in [0, 1) that depends only on the seed, the step and ``index``."""
+        """Return a random number in [0, 1) that depends only on seed, step and ``index``."""
         return mix(self.seed, self.step, index) / 2**63
 
     def backward(self, value: Tensor) -> None:
@@ -251,7 +257,7 @@ class Engine(Processes):
         self._casts_reusable = True
 
     def encode_again(self, batch: MicroBatch, step: int, index: int) -> tuple[Tensor, Tensor]:
-        """Encode a micro-batch of a past step again, with the current weights and the dropout noise of that step.
+        """Encode a past micro-batch again, with the current weights and its dropout noise.
 
         index: number of the micro-batch in the step. Returns the query vectors (B, d) and the
         passage vectors (B, 1 + H, d) of this process, without gradients. The random state does not
@@ -304,7 +310,7 @@ class Engine(Processes):
             self.sum([p.grad for p in self.parameters if p.grad is not None])
 
     def gradient_norms(self) -> tuple[float, float]:
-        """Return the L2 norm of the gradients of the query tower and of the passage tower, without the fp16 loss scale."""
+        """Return the gradient norms of the query and the passage tower, without loss scale."""
         self.scaler.unscale_(self.optimizer)
         towers = (self.encoder.query_tower, self.encoder.passage_tower)
         norms = []
@@ -358,7 +364,7 @@ class Engine(Processes):
             self.scaler.load_state_dict(state)
 
     def close(self) -> None:
-        """End the process group, and reset the global settings of torch, so that another run can start in this process."""
+        """End the process group, and reset torch's global settings for another run."""
         torch.backends.cuda.matmul.allow_tf32 = self.tf32_before
         if self.memory_limited:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device.index)

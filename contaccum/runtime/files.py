@@ -1,4 +1,4 @@
-"""Functions that write files and folders atomically, read JSON files, and compute hashes of files."""
+"""Functions that write files and folders atomically, read JSON files, and compute hashes."""
 
 import errno
 import hashlib
@@ -72,7 +72,7 @@ def is_leftover(name: str) -> bool:
 
 
 def sweep(folder: str | Path, name: str | None = None, shared: bool = False) -> None:
-    """Remove the temporary files and folders that killed processes left in ``folder``, if ``folder`` exists.
+    """Remove the temporary files and folders that killed processes left in ``folder``.
 
     To replace a folder, a process first moves the old folder away. If it was killed before the new
     folder was in place, the old folder is moved back. name: remove only what belongs to the file or
@@ -111,7 +111,7 @@ def remove_folder(path: Path) -> None:
 
 
 def refuse_url(path: str | Path) -> None:
-    """Raise InputError if ``path`` is an address with a URL scheme, such as s3://bucket/folder or hdfs://host/folder."""
+    """Raise InputError if ``path`` has a URL scheme, such as s3://bucket/folder."""
     address = _URL.match(os.fspath(path))  # Path writes s3://bucket as s3:/bucket
     if address:
         scheme, rest = address.groups()
@@ -263,7 +263,10 @@ def read_json(
 
 
 def read_text(path: str | Path, what: str, max_bytes: int = MAX_JSON) -> str:
-    """Read a regular file of at most ``max_bytes`` bytes as UTF-8. what: name for error messages, such as "a JSON file"."""
+    """Read a regular file of at most ``max_bytes`` bytes as UTF-8.
+
+    what: name for error messages, such as "a JSON file".
+    """
     refuse_url(path)
     try:
         # a FIFO without a writer would block
@@ -290,7 +293,10 @@ def read_text(path: str | Path, what: str, max_bytes: int = MAX_JSON) -> str:
 
 
 def decode_json(text: str, type_: Any, where: str, *, version: int | None = None) -> Any:
-    """Decode JSON text and check the types of its values. type_, version: see ``read_json``. where: source of the text."""
+    """Decode JSON text and check the types of its values.
+
+    type_, version: see ``read_json``. where: source of the text.
+    """
     try:
         value = json.loads(text, parse_int=_integer, parse_float=_float)
         if version is not None and isinstance(value, dict):
@@ -310,7 +316,10 @@ def decode_json(text: str, type_: Any, where: str, *, version: int | None = None
 
 
 def check_type(value: Any, type_: Any, where: str) -> Any:
-    """Convert ``value`` to ``type_``, a type that msgspec knows, or raise InputError. where: beginning of the message."""
+    """Convert ``value`` to ``type_``, a type that msgspec knows, or raise InputError.
+
+    where: beginning of the message.
+    """
     import msgspec  # this import takes 25 ms; only commands that read JSON need it
 
     try:
@@ -332,7 +341,7 @@ def _float(text: str) -> float:
 
 
 def _type_error(message: str) -> str:
-    """Turn msgspec's "Expected `int`, got `str` - at `$.a[0]`" into "a[0]: found str; int is expected"."""
+    """Turn "Expected `int`, got `str` - at `$.a[0]`" into "a[0]: found str; int is expected"."""
     fault, _, path = message.partition(" - at ")
     field = path.strip("`").removeprefix("$").removeprefix(".")
     if wrong := re.fullmatch("Expected `(.+)`, got `(.+)`", fault):
@@ -395,7 +404,7 @@ def sha256_of(path: str | Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: $CONTACCUM_CACHE, else $XDG_CACHE_HOME/contaccum, else ~/.cache/contaccum."""
+    """Return the cache: $CONTACCUM_CACHE, $XDG_CACHE_HOME/contaccum or ~/.cache/contaccum."""
     with library_errors(
         "there is no home folder for the cache",
         RuntimeError,

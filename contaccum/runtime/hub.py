@@ -99,7 +99,10 @@ def _failure(endpoint: str) -> str:
 
 
 def loading(name: str) -> AbstractContextManager[None]:
-    """Convert errors of transformers, peft and the Hub inside the ``with`` block to InputError. name: folder or Hub name."""
+    """Convert errors of transformers, peft and the Hub in the ``with`` block to InputError.
+
+    name: folder or Hub name.
+    """
     if os.path.isdir(name):
         return library_errors(f"{name}: no encoder could be loaded from this folder", Exception)
     return hub_errors(

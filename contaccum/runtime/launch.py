@@ -1,4 +1,4 @@
-"""Rank and number of processes, as set by a launcher (torchrun or accelerate launch), and signal handling.
+"""Rank and number of processes, as set by torchrun or accelerate launch, and signal handling.
 
 This module does not import torch.
 """
@@ -24,7 +24,10 @@ _LAUNCH_HELP = (
 
 
 def _variable(name: str, default: int, least: int, most: int) -> int:
-    """Return the environment variable ``name`` as a whole number, or raise InputError if it is not from ``least`` to ``most``."""
+    """Return the environment variable ``name`` as a whole number.
+
+    Raise InputError if it is not from ``least`` to ``most``.
+    """
     text = os.environ.get(name, "").strip() or str(default)
     if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
         allowed = f"a whole number from {least} to {most}" if least < most else str(least)
@@ -91,7 +94,10 @@ setting."""
 
 
 def refuse_ignored_launch(precision: str) -> None:
-    """Raise InputError if ``accelerate launch`` was given options that contaccum would ignore. precision: `run.precision`."""
+    """Raise InputError for options of ``accelerate launch`` that contaccum would ignore.
+
+    precision: `run.precision`.
+    """
     for variable, name in _SHARDING.items():
         if os.environ.get(variable, "false").lower() == "true":
             raise InputError(

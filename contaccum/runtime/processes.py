@@ -31,12 +31,15 @@ MESSAGE_BYTES = 25 * 2**20
 
 
 class Processes:
-    """Rank of this process among the ``world`` (W) processes of a launch, and exchange of data with the other processes."""
+    """Rank of this process among ``world`` (W) processes, and exchange of data with the others."""
 
     def __init__(
         self, rank: int = 0, world: int = 1, local_rank: int = 0, device: torch.device | None = None
     ) -> None:
-        """rank: 0 to world - 1. local_rank: rank on this machine. device: device for messages; the backend gloo needs the CPU."""
+        """rank: 0 to world - 1. local_rank: rank on this machine.
+
+        device: device for messages; the backend gloo needs the CPU.
+        """
         self.rank, self.world, self.local_rank = rank, world, local_rank
         self.device = device or torch.device("cpu")
         self.peak_before = 0  # peak memory before the last ``unmeasured`` block
@@ -54,7 +57,7 @@ class Processes:
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the ``with`` block in process 0, then in the first process of every other machine, then in all other processes.
+        """Run the ``with`` block in process 0, then once on each other machine, then in the others.
 
         So each cache is filled only once, even if several machines share it.
         """
@@ -222,7 +225,7 @@ _GROUPS = itertools.count()  # all processes of a launch create the same groups 
 
 @contextlib.contextmanager
 def joined(timeout_minutes: float) -> Iterator[Processes]:
-    """Create a process group on the CPU for the ``with`` block, so that all processes of a launch can exchange results.
+    """Create a process group on the CPU for the ``with`` block, to exchange results.
 
     Without a launcher, the block gets a single process. timeout_minutes: maximum time to wait for
     other processes.
@@ -288,7 +291,10 @@ def encoding_device(device: str) -> torch.device:
 
 @contextlib.contextmanager
 def tensor_defaults() -> Iterator[None]:
-    """Create float32 tensors on the CPU by default inside the ``with`` block, whatever defaults the program set in torch."""
+    """Create float32 tensors on the CPU by default in the ``with`` block.
+
+    The program may have set other defaults in torch.
+    """
     dtype, on_cpu = torch.get_default_dtype(), torch.get_default_device().type == "cpu"
     torch.set_default_dtype(torch.float32)
     try:
@@ -302,7 +308,7 @@ def tensor_defaults() -> Iterator[None]:
 
 @contextlib.contextmanager
 def training_defaults() -> Iterator[None]:
-    """Like ``tensor_defaults``, and also record gradients inside the ``with`` block, whatever the program set in torch.
+    """Like ``tensor_defaults``, and also record gradients, whatever the program set in torch.
 
     Afterwards, torch's random number generators have their earlier states again. Raises InputError
     inside torch.autocast, which would compute parts of the loss in half precision.

@@ -1,4 +1,4 @@
-"""Sharded encoders: each process holds a part of every weight, of its gradient and of its optimizer state (torch's FSDP2).
+"""Sharded encoders (torch's FSDP2): each process holds a part of weights and optimizer state.
 
 A pass over a layer gathers the weights of this layer from all processes, uses them and frees them.
 So all processes must run the same number of passes, and save and load together.
@@ -39,7 +39,7 @@ DTYPES = {
 def shard(
     processes: Processes, modules: Iterable[nn.Module], dtype: torch.dtype, offload: bool = False
 ) -> None:
-    """Divide the parameters of the modules among all processes, and move the parts to the device of each process.
+    """Divide the modules' parameters among all processes, and move each part to its device.
 
     modules: units that are gathered and freed as a whole. In the list, inner modules come before
     outer ones. All processes get the weights of process 0. dtype: data type of the gathered

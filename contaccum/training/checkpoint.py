@@ -32,7 +32,7 @@ def save_checkpoint(
     state: dict[str, Any],
     keep: int,
 ) -> None:
-    """Save the checkpoint of step ``state['step']``, and delete all but the ``keep`` newest checkpoints.
+    """Save the checkpoint of step ``state['step']``; delete all but the ``keep`` newest ones.
 
     state: values for state.json, without those of the bank. If the weights are sharded, all
     processes must call this function, and each writes its part of the optimizer state.

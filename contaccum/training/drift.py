@@ -24,7 +24,10 @@ class Drift:
     """
 
     def __init__(self, engine: Engine, bank: Bank, batches: Batches, size: MicroBatchSize) -> None:
-        """batches: clone of the source of training batches, used only here. size: micro-batch size of each step."""
+        """batches: clone of the source of training batches, used only here.
+
+        size: micro-batch size of each step.
+        """
         self.engine, self.bank, self.batches, self.size = engine, bank, batches, size
 
     def measure(self) -> dict[str, Any]:
@@ -85,7 +88,10 @@ class Drift:
         return [complete[index] for index in chosen]
 
     def _cosines(self, step: int, number: int, slots: torch.Tensor) -> dict[str, Any] | None:
-        """Return the age and the mean cosines of one past micro-batch. slots: bank slots of its rows, all processes."""
+        """Return the age and the mean cosines of one past micro-batch.
+
+        slots: bank slots of its rows, all processes.
+        """
         engine, bank = self.engine, self.bank
         batch = self.batches.step(step, self.size.at(step))[number]
         queries, passages = engine.encode_again(batch, step, number)  # (B, d), (B, 1 + H, d)

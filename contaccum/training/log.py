@@ -54,7 +54,7 @@ class RunLog:
     """Progress bar, log.jsonl and trackers of a run, in the main process only."""
 
     def __init__(self, active: bool, config: TrainConfig, total: int, resumed_at: int) -> None:
-        """Open the log and the trackers of a run, and remove the lines of all steps after step ``resumed_at``.
+        """Open the log and the trackers of a run, and remove the lines after step ``resumed_at``.
 
         active: whether this is the main process. total: number of optimizer steps of the run.
         resumed_at: step at which the run continues, 0 for a new run.
@@ -66,7 +66,8 @@ class RunLog:
         kept = [line for line in read_log(run) if line["step"] <= resumed_at]
         lines = [{"format_version": LOG_VERSION}, *kept]
         write_text(run / LOG_FILE, "".join(json.dumps(line) + "\n" for line in lines))
-        self.file = open(run / LOG_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - close() closes the file
+        # close() closes the file
+        self.file = open(run / LOG_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         with write_errors(run):
             about = {"method": config.method, "seed": config.seed}
             self.trackers = [TRACKERS[name](run, about) for name in config.run.trackers]
@@ -140,7 +141,7 @@ class RunLog:
 def mean_losses(
     losses: list[LossValue], micro_batches: list[MicroBatch], step: int
 ) -> dict[str, float]:
-    """Return the values to log for one optimizer step: the mean of ``LossValue.log`` over the losses.
+    """Return the values to log for one step: the mean of ``LossValue.log`` over the losses.
 
     losses: one loss per micro-batch, or one loss for the whole step. Each already contains the
     weight of its micro-batch. step: number of the step for the error message. Raises NotFiniteError

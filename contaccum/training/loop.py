@@ -334,7 +334,7 @@ class Training:
             self.log.bar.total = self.total
 
     def prepare_step(self, step: int, size: int) -> list[MicroBatch]:
-        """Return the micro-batches of one step, in page-locked memory if they will be copied to a GPU."""
+        """Return the micro-batches of one step, page-locked if they will be copied to a GPU."""
         batches = self.batches.step(step, size)
         if self.engine.device.type == "cuda":
             return [batch.pinned() for batch in batches]

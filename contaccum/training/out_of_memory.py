@@ -1,4 +1,4 @@
-"""Recover from an out-of-memory error in a run with one process: repeat the step with smaller micro-batches."""
+"""Recover from an out-of-memory error in one process: repeat the step in smaller parts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,10 +10,11 @@ from contaccum.errors import InputError
 from contaccum.runtime.engine import Engine
 
 _SIGNS = (
-    "out of memory", "can't allocate "
-                     "memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED", "PT_DEVMEM Allocation failed", "could not create a primitive",
+    "out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED",
+    "PT_DEVMEM Allocation failed", "could not create a primitive",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
 )  # fmt: skip
 """Texts that show that an error of torch or of a library is an out-of-memory error.
@@ -45,7 +46,7 @@ _SEVERAL_PROCESSES = (
 
 
 def advice(error: BaseException, processes: int) -> str:
-    """Return what the user can do about an out-of-memory error that ended the run, or "" for another error."""
+    """Return advice about an out-of-memory error that ended the run, or "" for another error."""
     if not out_of_memory(error):
         return ""
     return _ONE_PROCESS if processes == 1 else _SEVERAL_PROCESSES
@@ -121,7 +122,7 @@ def halved(size: int, smallest: int = 1, pairs: int = 0) -> list[int]:
 
 
 def build_size(config: TrainConfig, engine: Engine, batches: Batches) -> MicroBatchSize:
-    """Build a MicroBatchSize: the configured micro-batch size, and the smaller sizes to try when memory runs out."""
+    """Build a MicroBatchSize: the configured size, and smaller ones to try if memory runs out."""
     if config.micro_batch_tokens is not None:
         return MicroBatchSize(halved(batches.size, batches.smallest), "tokens")
     pairs = config.batch.global_batch_size // engine.world

@@ -69,7 +69,7 @@ def build_encoder(
 
 
 def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> EncoderSettings:
-    """Return ``settings`` with the query prefix and the passage prefix of the data sets in a mixture.
+    """Return ``settings`` with the query prefix and passage prefix of a mixture's data sets.
 
     If the config does not set a prefix and all data sets use the same one, the model gets the
     prefix of the data sets. Otherwise, the prefix in ``settings`` stays unchanged. A warning is
@@ -130,7 +130,7 @@ def _load_encoder(
 
 
 def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
-    """Apply the settings of dropout, attention, padding, quantization, gradient checkpointing and compilation to the encoder."""
+    """Apply dropout, attention, padding, quantization, checkpointing and compilation settings."""
     if config.model.dropout is not None:
         encoder.set_dropout(config.model.dropout)
     encoder.set_attention(config.model.attention, config.model.unpad)
@@ -226,7 +226,7 @@ def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet) -> Pai
 
 
 def _rules_without_data(config: TrainConfig) -> PairRules:
-    """Return the rules that need no training data: missing hard negatives, and the model's own scores."""
+    """Return the rules without training data: missing hard negatives, and own scores."""
     margin = config.loss.false_negative_margin
     strategy = config.loss.margin_strategy
     return PairRules(

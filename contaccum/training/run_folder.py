@@ -1,11 +1,13 @@
-"""Folder of a training run: its lock, settings and checkpoints, and the check for changes before a run resumes.
+"""Folder of a training run: lock, settings, checkpoints, and checks before a run resumes.
 
 checkpoints/step-00000100/
     model/                both towers, as DualEncoder.save writes them
     optimizer.safetensors state of the optimizer (moments of AdamW) by parameter name
-    optimizer/            only with run.sharding, instead of optimizer.safetensors: the state, split into one file per process
+    optimizer/            only with run.sharding, instead of optimizer.safetensors: the state, split
+                          into one file per process
     bank.safetensors      embeddings, ids and cached log-sum-exps of the bank
-    state.json            step, hashes of data and encoder, counters of the bank, loss scale, best dev score
+    state.json            step, hashes of data and encoder, counters of the bank, loss scale, best
+                          dev score
     manifest.json         size and SHA-256 of every other file
 
 A checkpoint appears under its name only when it is complete. It is loaded only if every hash is
@@ -109,7 +111,7 @@ def _is_unused(path: Path) -> bool:
 
 
 def require_lock(run: Path) -> None:
-    """Raise InputError if the folder of the run was renamed or deleted after ``claimed_folder`` locked it."""
+    """Raise InputError if the run's folder was renamed or deleted after it was locked."""
     if not (run / LOCK_FILE).exists():
         raise InputError(
             f"{run}: this folder was renamed or deleted during the run. If it still exists, "
@@ -197,7 +199,7 @@ def files_hash(folder: Path) -> str | None:
 
 
 def files_in(folder: Path) -> dict[str, Path]:
-    """Return the files in a folder by relative path, without hidden files, which macOS and downloads from the Hub add."""
+    """Return a folder's files by relative path, without hidden ones (macOS, Hub downloads)."""
     files = {}
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
@@ -322,14 +324,14 @@ def all_checkpoints(run: Path) -> list[Path]:
 
 
 def last_good_state(run: Path) -> str:
-    """Return a text for an error message: the path of the newest checkpoint of a run, or that there is no checkpoint."""
+    """Return the newest checkpoint of a run for an error message, or that there is none."""
     if saved := all_checkpoints(run):
         return f"the last good state is {saved[0]}"
     return "the run has no checkpoint yet, so --resume starts at step 0"
 
 
 def _fault(folder: Path) -> str | None:
-    """Return the reason why the checkpoint in ``folder`` is incomplete or damaged, or None if it is neither."""
+    """Return why the checkpoint in ``folder`` is incomplete or damaged, or None if it is not."""
     if not (folder / MANIFEST).is_file():
         return f"{MANIFEST} is missing"
     try:
@@ -355,7 +357,7 @@ def _fault(folder: Path) -> str | None:
 
 
 def next_steps(config: TrainConfig, model: Path) -> list[str]:
-    """Return lines for the end of a run: its best dev metric, if it has a dev set, and the next command.
+    """Return lines for the end of a run: its best dev metric, and the next command.
 
     model: folder of the trained model.
     """
