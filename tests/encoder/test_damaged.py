@@ -108,9 +108,13 @@ DAMAGES = [
     (
         "saved/contaccum.json",
         values(max_query_length="64"),
-        "max_query_length: found str; int is expected",
+        "Expected `int`, got `str` - at `$.max_query_length`",
     ),
-    ("saved/contaccum.json", values(query_prefix=7), "query_prefix: found int; str is expected"),
+    (
+        "saved/contaccum.json",
+        values(query_prefix=7),
+        "Expected `str`, got `int` - at `$.query_prefix`",
+    ),
     ("saved/contaccum.json", values(truncate_dim=0), "truncate_dim"),
     (
         "st/1_Pooling/config.json",

@@ -441,19 +441,19 @@ def test_missing_files_and_metrics_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("metrics.json", "[1]", "found array; object is expected"),
-        ("metrics.json", "{}", "the field 'mean' is missing"),
-        ("metrics.json", '{"mean": {"ndcg@10": "high"}}', r"mean\[\.\.\.\]: found str; float is "
-                                                          r"expected"),
+        ("metrics.json", "[1]", "Expected `object`, got `array`"),
+        ("metrics.json", "{}", "Object missing required field `mean`"),
+        ("metrics.json", '{"mean": {"ndcg@10": "high"}}', "Expected `float`, got `str` - at "
+                                                          r"`\$\.mean\[\.\.\.\]`"),
         ("metrics.json", '{"mean": {"ndcg@10": NaN}}', "mean: a value is NaN or infinite"),
-        ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": [1]}', "per_query: found array; "
-                                                                       "object is expected"),
-        ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": {"q": 5}}', "found int; object is "
-                                                                            "expected"),
+        ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": [1]}', "Expected `object`, "
+                                                                       "got `array`"),
+        ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": {"q": 5}}', "Expected `object`, "
+                                                                            "got `int`"),
         ("metrics.json", '{"mean"', "line 1"),
         ("config.yaml", "method: best", "method is 'best'; expected one of in_batch, "),
         ("config.yaml", "[1]", "found a list"),
-        ("environment.json", "[1]", "found array; object is expected"),
+        ("environment.json", "[1]", "Expected `object`, got `array`"),
         ("environment.json", "{", "line 1"),
     ],
 )  # fmt: skip

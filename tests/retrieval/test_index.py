@@ -433,7 +433,7 @@ def test_a_folder_of_something_else_is_refused_before_the_index_is_built(tmp_pat
     for name, words in (
         ("file", "is a file; expected a folder for an index"),
         ("photos", "contains files that do not belong to an index"),
-        ("vectors", "the field 'origin' is missing"),
+        ("vectors", "Object missing required field `origin`"),
     ):
         with pytest.raises(InputError, match=words):
             Index.load_or_build(tmp_path / name, KEPT, lambda: pytest.fail("the index was built"))
@@ -441,17 +441,17 @@ def test_a_folder_of_something_else_is_refused_before_the_index_is_built(tmp_pat
     monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(InputError, match=r"^\.: this folder cannot be replaced"):
         Index.load_or_build(".", KEPT, lambda: pytest.fail("the index was built"))
-    with pytest.raises(InputError, match="the field 'origin' is missing"):
+    with pytest.raises(InputError, match="Object missing required field `origin`"):
         Index.build(shards()).save(tmp_path / "vectors")
 
 
 @pytest.mark.parametrize(
     ("origin", "words"),
     [
-        (None, "origin: found null; object is expected"),
-        ({}, "origin: the field 'factory' is missing"),
-        ({**KEPT.__dict__, "seed": "3"}, r"origin\.seed: found str; int is expected"),
-        ({**KEPT.__dict__, "factory": 7}, r"origin\.factory: found int; str is expected"),
+        (None, r"Expected `object`, got `null` - at `\$\.origin`"),
+        ({}, r"required field `factory` - at `\$\.origin`"),
+        ({**KEPT.__dict__, "seed": "3"}, r"Expected `int`, got `str` - at `\$\.origin\.seed`"),
+        ({**KEPT.__dict__, "factory": 7}, r"Expected `str`, got `int` - at `\$\.origin\.factory`"),
     ],
 )
 def test_a_manifest_whose_origin_is_not_ours_is_refused(tmp_path, origin, words):

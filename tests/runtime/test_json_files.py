@@ -70,26 +70,29 @@ def test_random_states_and_losses_that_are_not_finite_are_read(tmp_path):
 CASES = {
     "a string for a number": (
         {**GOOD, "width": "4"},
-        r"m\.json: width: found str; int is expected",
+        r"m\.json: Expected `int`, got `str` - at `\$\.width`",
     ),
     "a fraction for a number": (
         {**GOOD, "width": 4.5},
-        r"m\.json: width: found float; int is expected",
+        r"m\.json: Expected `int`, got `float` - at `\$\.width`",
     ),
     "a boolean for a number": (
         {**GOOD, "rate": True},
-        r"m\.json: rate: found bool; float is expected",
+        r"m\.json: Expected `float`, got `bool` - at `\$\.rate`",
     ),
-    "null": (None, r"m\.json: found null; object is expected"),
-    "a list": ([GOOD], r"m\.json: found array; object is expected"),
-    "a missing field": ({"width": 1, "rate": 1}, r"m\.json: the field 'shards' is missing"),
+    "null": (None, r"m\.json: Expected `object`, got `null`"),
+    "a list": ([GOOD], r"m\.json: Expected `object`, got `array`"),
+    "a missing field": (
+        {"width": 1, "rate": 1},
+        r"m\.json: Object missing required field `shards`",
+    ),
     "a missing field further down": (
         {**GOOD, "shards": {"a": {"rows": 1}}},
-        r"m\.json: .*the field 'ids' is missing",
+        r"m\.json: .*Object missing required field `ids`",
     ),
     "a number among strings": (
         {**GOOD, "shards": {"a": {"rows": 1, "ids": ["x", 2]}}},
-        r"ids\[1\]: found int; str is",
+        r"Expected `str`, got `int` - at `\$\..*ids\[1\]`",
     ),
 }
 
@@ -107,6 +110,10 @@ TEXTS = {
     "not UTF-8": (b'{"width": "\xff"}', r"byte 11 is not UTF-8"),
     "5,000 digits": (b'{"width": ' + b"9" * 5000 + b"}", r"has 5000 digits; at most 60"),
     "10^400": (b'{"rate": 1e400}', r"the number 1e400 is too large"),
+    "half a character": (
+        b'{"shards": {"\\ud800": 1}}',
+        r"not usable JSON .*surrogates not allowed",
+    ),
     "nested without end": (b"[" * 100_000, r"not usable JSON"),
     "too large": (b" " * 200_001, r"has 200001 bytes; a JSON file may have at most 200000"),
 }

@@ -99,6 +99,16 @@ def test_missing_truncated_and_extra_files_are_detected(change, said, name, run,
     assert said in capsys.readouterr().err
 
 
+def test_manifest_with_half_a_character_is_ignored(run, tmp_path, capsys):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    path = copy / "checkpoints" / "step-00000002" / "manifest.json"
+    path.write_text(path.read_text().replace("state.json", r"state\ud800.json"))
+    assert newest_checkpoint(copy).folder.name == "step-00000001"
+    assert "this checkpoint is ignored: " in (said := capsys.readouterr().err)
+    assert "manifest.json: not usable JSON" in said
+
+
 def test_checkpoint_with_unreadable_file_is_ignored(run, monkeypatch, capsys):
     plain = newest_checkpoint.__globals__["sha256_of"]
 

@@ -72,7 +72,7 @@ def edit_state(checkpoint: Path, change) -> None:
     [
         ({"format_version": 99}, "format_version 99"), ({"format_version": 0}, "format_version 0"),
         ({"format_version": "two"}, "format_version 'two'"),
-        ({"step": "three"}, "step: found str"), ({"bank": 5}, "bank: found int"),
+        ({"step": "three"}, "got `str` - at `[$].step`"), ({"bank": 5}, "got `int` - at `[$].bank`"),
     ],
 )  # fmt: skip
 def test_state_of_another_version_or_of_wrong_types_is_refused(change, said, scene, tmp_path):
@@ -88,7 +88,7 @@ def test_state_without_its_step_is_refused_and_unknown_keys_are_not(scene, tmp_p
     edit_state(run / "checkpoints" / "step-00000003", lambda state: state.update(later="value"))
     assert newest_checkpoint(run).state["step"] == 3
     edit_state(run / "checkpoints" / "step-00000003", lambda state: state.pop("step"))
-    with pytest.raises(InputError, match=r"state\.json: the field 'step' is missing"):
+    with pytest.raises(InputError, match=r"state\.json: Object missing required field `step`"):
         newest_checkpoint(run)
 
 
