@@ -40,6 +40,43 @@ def is_published(name: str | Path) -> bool:
     return (known or text.startswith(HUB_PREFIX)) and not os.path.exists(text)
 
 
+def check_name(name: str | Path) -> None:
+    """Raise InputError if no data set has this name. Download nothing.
+
+    Of a Hub data set, only the form of the name is checked. A path is not checked.
+    """
+    text = str(name)
+    refuse_url(text)
+    family, _, member = text.partition("/")
+    if os.path.exists(text) or _is_path(text):
+        return
+    if family == "nanobeir":
+        if member not in NANO:
+            raise InputError(
+                f"{text}: no NanoBEIR set has this name; expected nanobeir/ and one of "
+                f"{', '.join(NANO)}"
+            )
+    elif text.startswith(HUB_PREFIX):
+        from contaccum.catalog.hub_sets import HubName
+
+        HubName.of(text)
+    elif family in ("mteb", "miracl") and member:
+        from contaccum.catalog.pinned import check_language, task_and_subset
+
+        check_language(member) if family == "miracl" else task_and_subset(member)
+    else:
+        from contaccum.catalog.download import check_beir_name, check_dpr_name
+
+        check_dpr_name(member) if family == "dpr" and member else check_beir_name(text)
+
+
+def _is_path(text: str) -> bool:
+    """Return whether a text that is no existing path can only be a path, not the name of a data set."""
+    if text.startswith((HUB_PREFIX, "nanobeir/", "mteb/", "miracl/")):
+        return False  # such as mteb/Touche2020Retrieval.v3
+    return Path(text).is_absolute() or text.startswith(".") or bool(Path(text).suffix) or not text
+
+
 def fetch(name: str | Path, split: str = "test") -> Path:
     """Return the local path of a data set; download the data set into the cache if necessary.
 
@@ -58,16 +95,12 @@ def fetch(name: str | Path, split: str = "test") -> Path:
     Raises InputError if the name is unknown or the download fails.
     """
     text = str(name)
-    refuse_url(text)
-    if os.path.exists(text):  # Path.exists raises an error if the name is too long for a path
-        return Path(text)
+    check_name(text)
+    # Path.exists raises an error if the name is too long for a path
+    if os.path.exists(text) or _is_path(text):
+        return Path(text)  # if a path does not exist, the caller reports the error
     family, _, member = text.partition("/")
     if family == "nanobeir":
-        if member not in NANO:
-            raise InputError(
-                f"{text}: no NanoBEIR set has this name; expected nanobeir/ and one of "
-                f"{', '.join(NANO)}"
-            )
         text = f"{NANO_REPOSITORY}::Nano{NANO[member]}"
     if text.startswith(HUB_PREFIX):
         from contaccum.catalog.hub_sets import fetch_hub
@@ -77,8 +110,6 @@ def fetch(name: str | Path, split: str = "test") -> Path:
         from contaccum.catalog.pinned import miracl_folder, mteb_folder
 
         return miracl_folder(member) if family == "miracl" else mteb_folder(member, split)
-    if Path(text).is_absolute() or text.startswith(".") or Path(text).suffix or not text:
-        return Path(text)  # a path that does not exist: the caller reports the error
     from contaccum.catalog.download import beir_folder, dpr_file
 
     return dpr_file(member) if family == "dpr" and member else beir_folder(text)

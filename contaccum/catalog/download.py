@@ -59,8 +59,9 @@ def beir_folder(
     Raises InputError if the name is unknown, if the licence forbids the download, if the download
     fails, if the checksum is wrong, or if the archive cannot be unpacked.
     """
+    check_beir_name(str(name))
     name, _, forum = str(name).partition("/")
-    folder = Path(cache or cache_folder() / "beir") / _checked_name(name, forum)
+    folder = Path(cache or cache_folder() / "beir") / name
     if folder.is_dir():
         return folder / forum
     archive = folder.with_name(f"{folder.name}.zip")
@@ -91,10 +92,7 @@ def dpr_file(name: str, cache: str | Path | None = None, *, base_url: str = DPR_
     name: name of the file without ``dpr/``, such as ``nq-train``. Raises InputError if the name is
     unknown or the download fails.
     """
-    if name not in DPR:
-        raise InputError(
-            f"dpr/{name}: no DPR file has this name; expected dpr/ and one of {', '.join(DPR)}"
-        )
+    check_dpr_name(name)
     file = Path(cache or cache_folder() / "dpr") / Path(DPR[name]).name
     if file.is_file():
         return file
@@ -104,12 +102,17 @@ def dpr_file(name: str, cache: str | Path | None = None, *, base_url: str = DPR_
     return file
 
 
-def _checked_name(name: str, forum: str) -> str:
-    """Return ``name``, or raise InputError if there is no such data set or it must not be loaded.
+def check_dpr_name(name: str) -> None:
+    """Raise InputError unless DPR has the file ``name``, such as ``nq-train``."""
+    if name not in DPR:
+        raise InputError(
+            f"dpr/{name}: no DPR file has this name; expected dpr/ and one of {', '.join(DPR)}"
+        )
 
-    forum: part of cqadupstack.
-    """
-    given = f"{name}/{forum}".rstrip("/")
+
+def check_beir_name(given: str) -> None:
+    """Raise InputError unless BEIR has a data set of this name that may be downloaded."""
+    name, _, forum = given.partition("/")
     if name in LICENSED:
         raise InputError(
             f"{name}: its licence forbids the download. Build the data set as BEIR explains, and "
@@ -127,7 +130,6 @@ def _checked_name(name: str, forum: str) -> str:
         )
     if name != "cqadupstack" and forum:
         raise InputError(f"{given}: not a data set; {name} has no parts. Use {name!r}.")
-    return name
 
 
 def unpack(archive: Path, name: str, target: Path) -> None:

@@ -133,7 +133,7 @@ def mteb_folder(member: str, split: str) -> Path:
     Raises InputError if the task, the subset or a needed split is unknown, or if a file cannot be
     downloaded or read.
     """
-    task, subset = _task_and_subset(member)
+    task, subset = task_and_subset(member)
     key = [READER_VERSION, *task.repository, subset]
     folder = cached_folder("mteb", key, partial(_write, task, subset))
     if not (folder / SPLITS).is_file():
@@ -146,7 +146,8 @@ def mteb_folder(member: str, split: str) -> Path:
     return cached_folder("mteb", [*key, split], partial(_write_split, task, subset, split))
 
 
-def _task_and_subset(member: str) -> tuple[Task, str]:
+def task_and_subset(member: str) -> tuple[Task, str]:
+    """Return an MTEB task and the name of its subset. Raise InputError if there is no such task."""
     name, _, subset = member.partition("/")
     task = tasks().get(name.casefold())
     if task is None:
@@ -278,6 +279,16 @@ def _distinct(parts: Iterator[Rows]) -> Rows:
             yield location, row
 
 
+def check_language(language: str) -> None:
+    """Raise InputError unless MIRACL has this language."""
+    if language not in KNOWN + SURPRISE:
+        expected = ", ".join(sorted(KNOWN + SURPRISE))
+        raise InputError(
+            f"miracl/{language}: not a MIRACL language; expected miracl/LANGUAGE with LANGUAGE one "
+            f"of {expected}"
+        )
+
+
 def miracl_folder(language: str) -> Path:
     """Return the BEIR folder of a MIRACL language; download the data set if necessary.
 
@@ -285,12 +296,7 @@ def miracl_folder(language: str) -> Path:
     split train if the language has one. The test splits are left out, because MIRACL publishes no
     judgements for them. Raises InputError if the language is unknown or the download fails.
     """
-    if language not in KNOWN + SURPRISE:
-        expected = ", ".join(sorted(KNOWN + SURPRISE))
-        raise InputError(
-            f"miracl/{language}: not a MIRACL language; expected miracl/LANGUAGE with LANGUAGE one "
-            f"of {expected}"
-        )
+    check_language(language)
     return cached_folder(
         "miracl",
         [READER_VERSION, JUDGED.commit, CORPUS.commit, language],

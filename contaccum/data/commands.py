@@ -30,7 +30,6 @@ from contaccum.data.corpus import (
     beir_records,
     build_corpus,
     corpus_file,
-    find_rows,
     queries_file,
     read_query_texts,
 )
@@ -43,7 +42,7 @@ from contaccum.data.retrieval_set import (
     qrels_file,
     read_grades,
     splits_of,
-    unknown_id,
+    unknown_query,
     warn_of_own_ids,
 )
 from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
@@ -139,20 +138,15 @@ def _all_errors(data: RetrievalDataset, split: str | None) -> list[InputError]:
                 collect(read_grades, file, errors.append)
             if not errors:  # else a record with the id may be among the invalid ones
                 for file in qrels:
-                    errors += _unknown_ids(data, file)
+                    errors += _unknown_queries(data, file)
     return errors
 
 
-def _unknown_ids(data: RetrievalDataset, source: Path) -> Iterator[InputError]:
-    """Yield an error for each query and passage id of a qrels file that is in no other file."""
-    grades = read_grades(source)
-    for query, line in grades.query_lines.items():
+def _unknown_queries(data: RetrievalDataset, source: Path) -> Iterator[InputError]:
+    """Yield an error for each query id of a qrels file that is not in the file of queries."""
+    for query, line in read_grades(source).query_lines.items():
         if query not in data.queries:
-            yield unknown_id(source, line, "query", query, queries_file(data.path))
-    rows = find_rows(data.corpus, grades.passage_lines)
-    for passage, line in grades.passage_lines.items():
-        if passage not in rows:
-            yield unknown_id(source, line, "passage", passage, corpus_file(data.path))
+            yield unknown_query(source, line, query, queries_file(data.path))
 
 
 def _beir(data: RetrievalDataset, split: str | None) -> Stats:
@@ -180,6 +174,12 @@ def _split(data: RetrievalDataset, name: str, judged: JudgedSplit) -> Stats:
     kept = keep_answerable(source, qrels, data.policy.strict)
     warn_of_own_ids(source, kept)
     counts = Counter(grade for grades in qrels.values() for grade in grades.values())
+    if judged.unknown:
+        warnings.warn(
+            f"{judged.unknown_judgements()}. Evaluation counts these passages as not found; "
+            "training refuses them without --repair.",
+            stacklevel=4,
+        )
     return {
         "queries": len(qrels),
         "queries without a positive": len(qrels) - len(kept),

@@ -4,6 +4,7 @@ Other packages open data only through this module.
 """
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from contaccum.catalog import HUB_PREFIX, fetch, is_published
+from contaccum.catalog import HUB_PREFIX, check_name, fetch, is_published
 from contaccum.config import DataConfig, DataPolicy
 from contaccum.data.corpus import open_corpus, open_queries
 from contaccum.data.examples import ExampleTable, load_examples
@@ -81,10 +82,11 @@ class RetrievalDataset:
         return kind_of_data(self.path)
 
     def check(self) -> None:
-        """Raise InputError if a local data set or its split does not exist.
+        """Raise InputError if no data set has this name, or if a local data set lacks the split.
 
-        Read only the first records of a file.
+        Download nothing, and read only the first records of a file.
         """
+        check_name(self.name)
         if not is_published(self.name) and self.kind == "beir":
             qrels_file(self.path, self.split)
 
@@ -124,11 +126,17 @@ class RetrievalDataset:
     def retrieval_set(self) -> RetrievalSet:
         """Corpus, judged queries and qrels of a BEIR split or of training examples.
 
-        Positives of examples have grade 1.
+        Positives of examples have grade 1. As in trec_eval, a positive that is not in the corpus
+        counts as not found; a warning gives the number of such judgements.
         """
         retrieval_set: RetrievalSet
         if self.kind == "beir":
             retrieval_set = self._judged
+            if self._judged.unknown:
+                warnings.warn(
+                    f"{self._judged.unknown_judgements()}; these passages count as not found",
+                    stacklevel=3,
+                )
         else:
             with self._errors_by_name():
                 retrieval_set = examples_as_retrieval(self.path, self.policy)
@@ -159,7 +167,7 @@ class RetrievalDataset:
         scores: read teacher scores too (a BEIR folder has none).
         """
         if self.kind == "beir":
-            return self._judged.examples()
+            return self._judged.examples(self.policy.repair)
         with self._errors_by_name():
             return load_examples(self.path, self.policy, scores)
 

@@ -11,7 +11,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset
 
 from contaccum.config import DataPolicy
-from contaccum.data.corpus import find_rows, open_corpus, open_queries
+from contaccum.data.corpus import REPAIR, find_rows, open_corpus, open_queries
 from contaccum.data.examples import ExampleTable, load_examples
 from contaccum.data.tables import Ragged
 from contaccum.errors import InputError
@@ -44,19 +44,47 @@ class RetrievalSet:
 class JudgedSplit(RetrievalSet):
     """One split of a BEIR folder. Unlike in a RetrievalSet, a query may have no positive."""
 
-    rows: dict[str, int]  # passage id -> row number in ``corpus``; contains only judged passages
+    source: Path  # the qrels file
+    rows: dict[str, int]  # judged passages of the corpus: passage id -> row number
     judgements: int  # number of lines of the qrels file, repeated lines included
+    unknown: dict[str, int]  # judged passages that the corpus lacks: passage id -> line number
 
-    def examples(self) -> ExampleTable:
+    def unknown_judgements(self) -> str:
+        """Return a sentence part with the number of judgements whose passage the corpus lacks.
+
+        Return "" if there are none.
+        """
+        if not self.unknown:
+            return ""
+        count = sum(passage in self.unknown for grades in self.qrels.values() for passage in grades)
+        passage, line = next(iter(self.unknown.items()))
+        return (
+            f"{self.source}: {count} judgements name a passage that is not in the corpus (first: "
+            f"{passage!r} in line {line})"
+        )
+
+    def examples(self, repair: bool = False) -> ExampleTable:
         """Convert the split to training examples.
 
-        Judged passages with a grade of 0 or less become hard negatives.
+        Judged passages with a grade of 0 or less become hard negatives. A judgement whose passage
+        is not in the corpus raises InputError; with ``repair``, it is dropped, and a warning gives
+        the number.
         """
+        if self.unknown and not repair:
+            raise InputError(
+                f"{self.unknown_judgements()}; training needs the text of every judged passage. "
+                f"{REPAIR} to drop these judgements."
+            )
+        if self.unknown:
+            warnings.warn(
+                f"{self.unknown_judgements()}; training drops these judgements", stacklevel=4
+            )
         positives = []
         negatives = []
         for grades in self.qrels.values():
-            positives.append([self.rows[key] for key, grade in grades.items() if grade > 0])
-            negatives.append([self.rows[key] for key, grade in grades.items() if grade <= 0])
+            found = {self.rows[key]: grade for key, grade in grades.items() if key in self.rows}
+            positives.append([row for row, grade in found.items() if grade > 0])
+            negatives.append([row for row, grade in found.items() if grade <= 0])
         others: list[list[int]] = [[] for _ in self.qrels]
         queries = Dataset.from_dict({"id": list(self.queries), "text": list(self.queries.values())})
         return ExampleTable(
@@ -94,33 +122,31 @@ def splits_of(folder: Path) -> list[str]:
 def judged_split(path: Path, split: str, policy: DataPolicy) -> JudgedSplit:
     """Read one split of a BEIR folder: queries, corpus and qrels.
 
-    The queries have the order of the qrels file. A judgement of an unknown query or passage raises
-    InputError.
+    The queries have the order of the qrels file. A judgement of an unknown query raises InputError.
     """
     source = qrels_file(path, split)
     grades = read_grades(source)
     queries = open_queries(path, policy, grades.query_lines)
     for query, line in grades.query_lines.items():
         if query not in queries.texts:
-            raise unknown_id(source, line, "query", query, queries.source)
+            raise unknown_query(source, line, query, queries.source)
     corpus = open_corpus(path, policy)
     rows = find_rows(corpus.table, grades.passage_lines)
-    for passage, line in grades.passage_lines.items():
-        if passage not in rows:
-            raise unknown_id(source, line, "passage", passage, corpus.source)
     return JudgedSplit(
         corpus=corpus.table,
         queries={query: queries.texts[query] for query in grades.qrels},
         qrels=grades.qrels,
         corpus_hash=corpus.fingerprint,
+        source=source,
         rows=rows,
         judgements=grades.judgements,
+        unknown={key: line for key, line in grades.passage_lines.items() if key not in rows},
     )
 
 
-def unknown_id(source: Path, line: int, what: str, key: str, file: Path) -> InputError:
-    """Return the InputError for a judgement whose ``what`` (query, passage) is not in ``file``."""
-    message = f"unknown {what} id {key!r}; {file.name} has no such id"
+def unknown_query(source: Path, line: int, query: str, file: Path) -> InputError:
+    """Return the InputError for a judgement whose query is not in ``file``."""
+    message = f"unknown query id {query!r}; {file.name} has no such id"
     return SourceLocation(source, line).error(message)
 
 

@@ -1,5 +1,6 @@
 """Evaluate a retriever with the loader, the exact search and the metrics of the library BEIR."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,10 +73,19 @@ def evaluate_with_beir(
     fix = "; expected a BEIR folder with unpacked files"
     with library_errors(f"{folder}: BEIR cannot load it", ValueError, KeyError, fix=fix):
         corpus, queries, qrels = GenericDataLoader(folder).load(split=split)
+    for passage in corpus.values():  # BEIR's search fails on a passage without a title
+        passage["title"] = passage["title"] or ""
     if len(queries) < 2:
         raise InputError(
             f"{folder}: the split {split} has {len(queries)} query; --evaluator beir needs at "
             "least 2"
+        )
+    unknown = sum(passage not in corpus for grades in qrels.values() for passage in grades)
+    if unknown:
+        warnings.warn(
+            f"{folder}: {unknown} judgements name a passage that is not in the corpus; these "
+            "passages count as not found",
+            stacklevel=3,
         )
     search = DenseRetrievalExactSearch(BeirEncoder(encoder, batch_tokens))
     scorer = EvaluateRetrieval(search, cutoffs, score_function="dot")

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.errors import InputError
 from contaccum.evaluation.evaluate import Evaluator, evaluate
-from contaccum.evaluation.metrics import Metrics, read_metrics
+from contaccum.evaluation.metrics import SHOWN, Metrics, read_metrics
 from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, index_settings
 from contaccum.retrieval.shards import saved_dtype
 from contaccum.runtime.files import sha256_of, write_json
@@ -107,8 +108,9 @@ def evaluate_benchmark(
 ) -> dict[str, Any]:
     """Evaluate a retriever on several data sets; return the content of benchmark.json.
 
-    data: ``beir``, ``nanobeir``, or names separated by commas. output: folder for one file of
-    metrics per data set, and for benchmark.json. A data set whose file exists is not evaluated
+    data: ``beir``, ``nanobeir``, or names separated by commas. The means of each finished data set
+    are printed to stderr. output: folder for one file of metrics per data set (``/`` in its name
+    becomes ``%2F``), and for benchmark.json. A data set whose file exists is not evaluated
     again. Raises InputError if that file has other settings. Each data set gets its own folder in
     ``settings.embeddings`` and ``settings.index_dir``. Other arguments: see ``evaluate``.
     """
@@ -118,6 +120,15 @@ def evaluate_benchmark(
             f"--output is {output}; give a folder, because several data sets are written to "
             "several files"
         )
+    sets = benchmark_sets(os.fspath(data), split)
+    names = [file_name(benchmark_set.data) for benchmark_set in sets]
+    files = [Path(output) / f"{name}.json" if output is not None else None for name in names]
+    # a wrong name or split is found before the model is loaded and the first set is evaluated
+    with group.main_first():
+        for benchmark_set, file in zip(sets, files, strict=True):
+            if file is None or not file.is_file():
+                open_dataset(benchmark_set.data, benchmark_set.split, policy).check()
+
     from contaccum.encoder import load_encoder
 
     # everything that changes the metrics; a finished file must have the same values
@@ -133,18 +144,6 @@ def evaluate_benchmark(
         encoder = load_encoder(model)
         shared["encoder"] = f"{encoder.fingerprint('query')} {encoder.fingerprint('passage')}"
         shared |= index_settings(settings)
-    sets = benchmark_sets(os.fspath(data), split)
-    names = [benchmark_set.data.strip("/").replace("/", "-") for benchmark_set in sets]
-    for number, benchmark_set in enumerate(sets):
-        if names.count(names[number]) > 1:  # for example a/b and a-b
-            names[number] = quote(benchmark_set.data, safe="")
-    files = [Path(output) / f"{name}.json" if output is not None else None for name in names]
-    with (
-        group.main_first()
-    ):  # a wrong name or split is found before the first data set is evaluated
-        for benchmark_set, file in zip(sets, files, strict=True):
-            if file is None or not file.is_file():
-                open_dataset(benchmark_set.data, benchmark_set.split, policy).check()
     rows: dict[str, list[Metrics]] = {}
     for benchmark_set, name, file in zip(sets, names, files, strict=True):
         set_settings = settings
@@ -174,11 +173,23 @@ def evaluate_benchmark(
             )
             if file is not None and group.is_main:
                 write_json(file, {**scored_with, **metrics})
+        if group.is_main:  # the table comes last, and a later set may fail
+            means = [
+                f"{name} {metrics['mean'][name]:.4f}" for name in SHOWN if name in metrics["mean"]
+            ]
+            print(f"{benchmark_set.data}: {', '.join(means)}", file=sys.stderr, flush=True)
         rows.setdefault(benchmark_set.row, []).append(metrics)
     result = {**shared, **benchmark_means(rows)}
     if output is not None and group.is_main:
         write_json(Path(output) / "benchmark.json", result)
     return result
+
+
+def file_name(data: str) -> str:
+    """Return a file name for a data set that no other data set has: a/b and a-b differ."""
+    name = quote(data, safe="")
+    # benchmark.json is the table, and a folder cannot be named . or ..
+    return f"{name}%" if name in ("benchmark", ".", "..") else name
 
 
 def data_digest(benchmark_set: BenchmarkSet) -> str | None:

@@ -208,10 +208,10 @@ TABLE = [
         ],
     ),
     (
-        {"qrels/train.tsv": "q9\tp0\t1\nq0\tp9\t1\nq9\tp9\t1\n"},
+        {"qrels/train.tsv": "q9\tp0\t1\nq8\tp9\t1\nq9\tp9\t1\n"},
         [
             "train.tsv:3: unknown query id 'q9'; queries.jsonl has no such id",
-            "train.tsv:4: unknown passage id 'p9'; corpus.jsonl has no such id",
+            "train.tsv:4: unknown query id 'q8'; queries.jsonl has no such id",
         ],
     ),
 ]
