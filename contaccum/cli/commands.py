@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -163,9 +164,10 @@ def _compare(options: experiments.CompareConfig, config: TrainConfig) -> object:
 
 
 def _auto(options: experiments.AutoConfig, config: TrainConfig) -> str:
+    began = time.monotonic()  # the imports count towards --time
     from contaccum.experiments.auto import run_auto
 
-    return run_auto(partial(with_changes, config), options)
+    return run_auto(partial(with_changes, config), options, began)
 
 
 def _plan(options: experiments.PlanConfig, config: TrainConfig) -> object:
@@ -296,24 +298,26 @@ COMMANDS = {
     "auto": Command(
         _auto,
         "tune, train and evaluate within a time limit",
-        "Check the data, and hold out dev queries if there is no dev split. Find the largest "
+        "Check the data, and hold out dev queries if there is no dev split. Predict the time of "
+        "each stage, and stop at once if --time is too short. Find the largest "
         "micro-batch size that fits into --memory. Use at most a fifth of --time to tune method, "
         "batch size, bank size and learning rate on dev. Train in the remaining time, evaluate on "
         "the test data, and say whether the trained model is better than the untrained one. A "
         "second call continues with the first unfinished stage. Accepts every setting of "
         "`contaccum train`.",
-        "%(prog)s --data.train DATA --model.name MODEL --memory 8GB --time 30m --output_dir DIR "
-        "[--dry_run] [options]",
+        "%(prog)s --data.train DATA --model.name MODEL --time 30m --output_dir DIR "
+        "[--memory 8GB] [--dry_run] [options]",
         "AutoConfig TrainConfig",
         hidden=("resume", "allow_changes"),
     ),
     "plan": Command(
         _plan,
         "predict memory and step times",
-        "Run a few training steps with each method. Predict the largest micro-batch and the "
-        "largest bank that fit into --memory. Also predict the peak memory and the time of a step. "
-        "Accepts every setting of `contaccum train`.",
-        "%(prog)s --config FILE --memory 11GB [--methods NAME,...] [--GROUP.FIELD VALUE ...]",
+        "Run a few training steps with a method, or with several. Predict the largest micro-batch "
+        "and the largest bank that fit into --memory. Also predict the peak memory and the time of "
+        "a step. Accepts every setting of `contaccum train`.",
+        "%(prog)s --config FILE [--method NAME | --methods all] [--memory 11GB] "
+        "[--GROUP.FIELD VALUE ...]",
         "PlanConfig TrainConfig",
         hidden=("resume",),
     ),

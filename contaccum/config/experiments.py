@@ -60,12 +60,12 @@ class CompareConfig:
 class AutoConfig:
     """Memory limit, time limit and test data of an automatic training run."""
 
-    memory: str = setting(metavar="SIZE")
-    """Memory that the training process may use, such as 8GB or 24GiB: GPU memory, or main memory on
-    a CPU."""
     time: str = setting(metavar="TIME")
     """Time limit of the whole command, such as 90s, 30m or 2h. It includes measurements, tuning,
     the two baselines, the final training run and its evaluation."""
+    memory: str | None = setting(None, metavar="SIZE")
+    """Memory that the training process may use, such as 8GB or 24GiB: GPU memory, or main memory on
+    a CPU. Default: what is free now; on a CPU, 80 % of it."""
     test: str | None = setting(None, metavar="DATA")
     """Test data: BEIR folder or name of a data set. Default: the data set named in `data.train`,
     with the split `test_split`. If there is no such split, the dev queries."""
@@ -79,12 +79,12 @@ class AutoConfig:
 class PlanConfig:
     """Memory budget and methods to plan for."""
 
-    memory: str = setting(metavar="SIZE")
-    """Memory that one process may use, such as 11GB or 24GiB: GPU memory, or main memory on a
-    CPU."""
+    memory: str | None = setting(None, metavar="SIZE")
+    """Memory that one process may use, such as 11GB or 24GiB: GPU memory, or main memory on a CPU.
+    Default: what is free now; on a CPU, 80 % of it."""
     methods: str | None = None
     """Training methods to plan for, separated by commas: `in_batch`, `grad_accum`, `grad_cache`,
-    `passage_bank`, `cont_accum`, `cont_cache`. Default: all."""
+    `passage_bank`, `cont_accum`, `cont_cache`; or `all`. Default: `method` of the config."""
     output: str | None = setting(None, metavar="FILE")
     """JSON file to write the plan to."""
 

@@ -1,4 +1,6 @@
-"""``contaccum auto``: tune, train, evaluate and recommend within a time and a memory limit.
+"""``contaccum auto``: tune, train and evaluate within a time limit and a memory limit.
+
+At the end, say whether to use the model.
 
 Content of ``output_dir``:
 
@@ -6,53 +8,63 @@ Content of ``output_dir``:
 - ``data/``: small dev set. Without dev data, its queries are training queries, and ``data/train``
   has the other training queries.
 - ``dev/``: metrics of the untrained model on the small dev set
-- ``measure/``: training runs of a few steps, whose time is measured
 - ``tune/``: short training runs, from which the settings are chosen
 - ``train/``: final training run; ``train/model`` is the trained model
 - ``untrained/`` and ``bm25/``: metrics of the two baselines on the test data
 - ``report.html``: report
 
-A second call continues with the first unfinished stage.
+The first stage encodes a sample of texts and predicts the time of all other stages, so a time limit
+that is too short is refused early. Each stage that ends replaces its prediction. A second call
+continues with the first unfinished stage.
 """
 
+import random
 import statistics
 import sys
 import time
 import warnings
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import gcd
 from pathlib import Path
 
-from contaccum.config import TrainConfig, parse_bytes, validate
+import numpy as np
+from datasets import Dataset
+
+from contaccum.config import TrainConfig, validate
 from contaccum.config.experiments import AutoConfig
-from contaccum.data.dataset import open_dataset
+from contaccum.data.dataset import load_training, open_dataset
 from contaccum.data.retrieval_set import splits_of
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.metrics import read_metrics
 from contaccum.evaluation.significance import Comparison, compare
 from contaccum.experiments.auto_state import (
-    EVALUATIONS,
+    DEV_SHARE,
     FEWEST_STEPS,
     STATE_FILE,
     TUNING,
     State,
     parse_time,
+    passes,
 )
 from contaccum.experiments.compare import Configure
 from contaccum.experiments.dev_set import hold_out, write_dev_set
 from contaccum.experiments.jobs import data_hashes, delete_weights, refuse_changed, run_job
-from contaccum.experiments.measure import measure_micro_batch
-from contaccum.experiments.page import duration, gigabytes
+from contaccum.experiments.measure import measure_micro_batch, memory_budget
 from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE, dev_score
 from contaccum.experiments.settings import Values, Variant, named
 from contaccum.experiments.study_report import StudyResult, write_report
 from contaccum.experiments.tuning import Tuned, rung_shares, tune
+from contaccum.formats.records import Passage
 from contaccum.runtime.engine import Engine
-from contaccum.runtime.files import remove_folder
 from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
+from contaccum.runtime.processes import encoding_device
+from contaccum.runtime.units import duration, gigabytes
 from contaccum.training.log import read_log
+from contaccum.training.loop import Training
+from contaccum.training.parts import build_encoder
 from contaccum.training.run_folder import flat
 
 BANK = {"bank.age_decay": "1.0", "bank.row_weight": "current"}
@@ -73,21 +85,31 @@ CHOSEN = (
     "run.save_steps", "run.drift_steps",
 )  # fmt: skip
 """Settings that ``contaccum auto`` sets itself."""
-SAFETY = 0.94  # the final run is planned for this share of the remaining time
 MOST_EPOCHS = 20  # maximum number of epochs of a run
-DEV_QUERIES, DEV_PASSAGES = 300, 2000  # maximum size of the small dev set
+LARGEST_BATCH_TOKENS = 2048  # on a CPU, larger micro-batches are not faster
+DEV_PASSAGES = (200, 2000)  # least and greatest number of passages in the small dev set
+DEV_QUERIES = (50, 300)
+REPORT_SECONDS = 60.0
+SAMPLE = 1024  # maximum number of texts that are encoded to predict the time of encoding
+SAMPLE_SHARE = 0.03  # share of the time limit that encoding a sample may take
+# Factors of the predictions, measured with all-MiniLM-L6-v2 on two CPU cores. They only have to
+# serve until the stage was measured.
+TRAINING_PASS = 1.5  # one forward pass in training / encoding: dropout, and padding to random texts
+PROBE_PASSES = 150  # passes over one pair in the process that measures the memory
+BM25_SHARE = 0.05  # BM25 / evaluation of the untrained model
 
 
-def run_auto(configure: Configure, options: AutoConfig) -> str:
+def run_auto(configure: Configure, options: AutoConfig, began: float | None = None) -> str:
     """Run the unfinished stages and return the verdict.
 
-    With ``dry_run``, only measure and return the plan.
+    With ``dry_run``, only measure and return the plan. began: start of the call by
+    ``time.monotonic``. Default: now.
 
     Raises InputError for wrong settings or data. Raises Interrupted after a signal.
     """
-    auto = Auto(configure, options)
+    auto = Auto(configure, options, time.monotonic() if began is None else began)
     with waiting_lock(auto.output / LOCK_FILE, after=1.0), StopSignals():
-        auto.state = State.read(auto.state.file, auto.state.settings)
+        auto.state = State.read(auto.state.file, auto.state.settings, auto.began)
         try:
             return auto.run()
         except Interrupted as signal:
@@ -101,9 +123,9 @@ def run_auto(configure: Configure, options: AutoConfig) -> str:
 class Auto:
     """Stages of one ``contaccum auto`` call."""
 
-    def __init__(self, configure: Configure, options: AutoConfig) -> None:
+    def __init__(self, configure: Configure, options: AutoConfig, began: float) -> None:
         require_one_process("auto")
-        self.configure, self.options = configure, options
+        self.configure, self.options, self.began = configure, options, began
         base = configure({})
         if not base.output_dir:
             raise InputError("output_dir is not set; it must be the folder for the results")
@@ -124,9 +146,10 @@ class Auto:
         self.output = Path(base.output_dir)
         self.data = base.data
         self.total = parse_time(options.time)
-        self.memory = parse_bytes(options.memory, "--memory")
-        settings = {**asdict(base), "auto": {**asdict(options), "dry_run": False}}
-        self.state = State(settings, file=self.output / STATE_FILE)
+        self.memory = memory_budget(options.memory, base.run.device)
+        # a second call may have another time limit
+        settings = {**asdict(base), "auto": {**asdict(options), "dry_run": False, "time": ""}}
+        self.state = State(settings, file=self.output / STATE_FILE, began=began)
         self.source = open_dataset(base.data.train, base.data.split, base.data.policy)
         splits = splits_of(self.source.path) if self.source.path.is_dir() else []
         dev = base.data.dev or (base.data.train if base.data.dev_split in splits else None)
@@ -143,6 +166,9 @@ class Auto:
         self.test = {"data": test, "split": options.test_split} if test else self.dev
 
     def run(self) -> str:
+        if not self.state.steps:
+            self._predict()
+            self._check_time()
         hashes = data_hashes("run", replace(self.base, data=replace(self.data, dev=None)))
         for name, source in (("dev_content", self.dev_source), ("test_content", self.test_source)):
             if source:
@@ -150,16 +176,27 @@ class Auto:
         refuse_changed(self.output, self.state.content, hashes, self.base)
         self.state.content = hashes
         self._divide()
+        self._evaluate("untrained", "dev", self.dev)
+        if self.state.best is None:
+            metrics = read_metrics(self.output / "dev" / METRICS_FILE)
+            self.state.best = metrics["mean"][self.base.run.metric]
         self._measure()
-        candidates, budget = self.state.tuning_plan(self._candidates(), self.total)
-        self._check_time(len(candidates) > 1)
         if self.options.dry_run:
-            return self._plan_text(candidates, budget)
-        for kind in ("untrained", "bm25"):
-            self._evaluate(kind, kind, self.test)
-        self._tune(candidates, budget)
+            return self._plan_text()
+        self._evaluate("untrained", "untrained", self.test)
+        self._evaluate("bm25", "bm25", self.test)
+        self._tune()
         self._train()
         return self._verdict()
+
+    def say(self, text: str) -> None:
+        """Print a line with the time and the best dev score so far, and save the state."""
+        best = ""
+        if self.state.best is not None:
+            best = f"; best dev {self.base.run.metric} {self.state.best:.4f}"
+        spent = f"{duration(self.state.elapsed)} of {duration(self.total)}"
+        print(f"[{spent}{best}] {text}", file=sys.stderr, flush=True)
+        self.state.save()
 
     def config(self, folder: str, changes: dict[str, str]) -> TrainConfig:
         """Return the config of a run in ``folder`` with ``changes``.
@@ -167,15 +204,77 @@ class Auto:
         It has the small dev set and micro-batches that fit in memory.
         """
         pairs = int(changes.get("batch.global_batch_size", 1))
-        if size := self.state.sizes.get(changes.get("method", "")):
-            changes = {**changes, "batch.micro_batch_size": str(gcd(size, pairs))}
-        config = replace(self.configure(changes), resume=True)
+        if self.state.micro_batch_size:
+            size = gcd(self.state.micro_batch_size, pairs)
+            changes = {**changes, "batch.micro_batch_size": str(size)}
+        # the number of steps changes with the time that is left
+        config = replace(self.configure(changes), resume=True, allow_changes=True)
         data = replace(config.data, dev=self.dev["data"], dev_split="dev")
         if (part := self.output / "data" / "train").is_dir():
             data = replace(data, train=str(part), split="train")
         # --memory limits the number of pairs
         batch = replace(config.batch, micro_batch_tokens=None)
         return replace(config, data=data, batch=batch, output_dir=str(self.output / folder))
+
+    def _predict(self) -> None:
+        """Encode a sample of texts, predict every stage's time, and size the dev set by it."""
+        state = self.state
+        train_set = load_training(self.data, self.base.distils)
+        judged = None
+        if self.test_source:
+            judged = open_dataset(*self.test_source, self.data.policy).retrieval_set
+        startup = time.monotonic() - self.began
+        self.say("encoding a sample of texts to predict the time of each stage")
+        loading = time.monotonic()
+        encoder = build_encoder(self.base, train_set, encoding_device(self.base.run.device))
+        load = time.monotonic() - loading
+        limit = SAMPLE_SHARE * self.total
+        query = encoding_seconds(encoder.encode_queries, train_set.queries["text"][:SAMPLE], limit)
+        passage = encoding_seconds(encoder.encode_passages, sample(train_set.passages), limit)
+        test_passage = passage
+        if judged and self.test["data"] != self.data.train:
+            test_passage = encoding_seconds(encoder.encode_passages, sample(judged.corpus), limit)
+        del encoder
+        Engine.free_memory()
+
+        if not state.dev_passages:
+            affordable = int(DEV_SHARE / 4 * self.total / passage)
+            least, most = DEV_PASSAGES
+            state.dev_passages = min(max(affordable, least), most)
+        dev = load + (state.dev_passages + self._dev_queries) * passage
+        untrained = dev
+        if judged:
+            untrained = load + len(judged.corpus) * test_passage + len(judged.queries) * query
+        forward = TRAINING_PASS * (query + (1 + self.data.hard_negatives) * passage)
+        state.predicted = {
+            "dev": dev,
+            "measure": startup + PROBE_PASSES * forward,
+            "untrained": untrained,
+            "bm25": BM25_SHARE * untrained,
+            "run": startup + dev,
+            "pass": forward,
+            "report": max(5.0, startup),
+        }
+
+    @property
+    def _dev_queries(self) -> int:
+        """Maximum number of queries in the small dev set: one for 4 passages, from 50 to 300."""
+        least, most = DEV_QUERIES
+        return min(max(self.state.dev_passages // 4, least), most)
+
+    def _check_time(self) -> None:
+        """Raise InputError if the time limit leaves no time to train."""
+        state = self.state
+        if state.enough(self.total):
+            return
+        evaluation = duration(state.expected("untrained"))
+        whose = "the dev queries" if self.test is self.dev else "the test queries"
+        raise InputError(
+            f"--time is {self.options.time}, which leaves no time to train on this machine: one "
+            f"evaluation on {whose} takes about {evaluation}, and two are needed, of the untrained "
+            f"and of the trained model. Use --time {state.sufficient_time() / 60:.0f}m with the "
+            "same folder, which keeps the measurements, or --test with a smaller data set."
+        )
 
     def _divide(self) -> None:
         """Write a small dev set.
@@ -186,90 +285,68 @@ class Auto:
         folder = self.output / "data"
         if (folder / "dev").is_dir():
             return
-        seed = self.base.seed
+        queries, passages, seed = self._dev_queries, self.state.dev_passages, self.base.seed
         if self.dev_source is None:
-            hold_out(self.source, folder, DEV_QUERIES, DEV_PASSAGES, seed, self.data.hard_negatives)
+            hold_out(self.source, folder, queries, passages, seed, self.data.hard_negatives)
         else:
             dev = open_dataset(*self.dev_source, self.data.policy).retrieval_set
-            write_dev_set(dev, folder / "dev", DEV_QUERIES, DEV_PASSAGES, seed)
+            write_dev_set(dev, folder / "dev", queries, passages, seed)
 
-    def _evaluate(self, kind: str, folder: str, data: dict[str, str]) -> None:
+    def _evaluate(self, kind: str, stage: str, data: dict[str, str]) -> None:
         """Evaluate a baseline and save the duration, unless an earlier call did both.
 
         kind: ``untrained`` or ``bm25``.
         """
-        if folder not in self.state.seconds or not (self.output / folder / METRICS_FILE).is_file():
-            began = time.monotonic()
-            run_job(kind, self.config(folder, {}), data)
-            self.state.seconds.setdefault(folder, time.monotonic() - began)
-            self.state.save()
+        if stage in self.state.seconds and (self.output / stage / METRICS_FILE).is_file():
+            return
+        whose = "dev" if data is self.dev else "test"
+        expected = duration(self.state.expected(stage))
+        self.say(f"evaluating the model {kind} on the {whose} queries, about {expected}")
+        began = time.monotonic()
+        run_job(kind, self.config(stage, {}), data)
+        self.state.seconds[stage] = time.monotonic() - began
+        self.state.save()
+        if not self.state.steps:
+            self._check_time()
 
     def _measure(self) -> None:
-        """Measure the time of a dev evaluation.
+        """Find the largest micro-batch that fits into the memory.
 
-        For each method, measure the largest micro-batch and the time per pair.
+        It is measured with cont_cache, which needs the most memory: it has a bank, and vectors and
+        gradients of a whole step.
         """
-        seconds = self.state.seconds
-        self._evaluate("untrained", "dev", self.dev)
-        for recipe in RECIPES:
-            method = recipe["method"]
-            if method in seconds:
-                continue
-            config = self.config("dev", {**recipe, **self._batch(BATCHES[1])})
-            validate(config)
-            print(f"measuring {method}", file=sys.stderr)
-            # on a GPU, memory that this process keeps of earlier runs would count as that of other
-            # programs
-            Engine.free_memory()
-            found = measure_micro_batch(config, self.memory)
-            if found.size is None:
-                raise InputError(
-                    f"--memory is {self.options.memory}, but {method} needs "
-                    f"{gigabytes(found.peak)} even with one pair at a time. Lower "
-                    "model.max_passage_length, set lora.rank, or raise --memory."
-                )
-            self.state.sizes[method] = found.size
-            seconds[method] = self._trial(recipe)
-            self.state.save()
-
-    def _trial(self, recipe: dict[str, str]) -> float:
-        """Train for a few steps and return the median seconds per pair.
-
-        recipe: a method with its settings.
-
-        The global batch size is the smallest one that tuning tries, because small batches take the
-        most time per pair. Time outside the steps, such as loading, is also measured;
-        ``state.seconds["run"]`` is its maximum over all trials.
-        """
-        name = f"measure/{recipe['method']}"
-        folder = self.output / name
-        if folder.is_dir():
-            remove_folder(folder)
-        config = self._run_config(
-            name, {**recipe, **self._batch(BATCHES[0])}, FEWEST_STEPS, evaluations=0
-        )
+        if self.state.micro_batch_size:
+            return
+        config = self.config("dev", {**RECIPES[1], **_batch(BATCHES[1])})
+        validate(config)
+        expected = duration(self.state.expected("measure"))
+        self.say(f"measuring the memory of training steps, about {expected}")
+        # on a GPU, memory that this process keeps would count as that of other programs
+        Engine.free_memory()
+        most = None
+        if encoding_device(self.base.run.device).type == "cpu":
+            most = max(8, LARGEST_BATCH_TOKENS // (self.base.model.max_passage_length or 256))
         began = time.monotonic()
-        run_job("run", config, None)
-        steps = [line["seconds"] for line in read_log(folder) if "loss" in line]
-        outside = time.monotonic() - began - sum(steps)
-        self.state.seconds["run"] = max(outside, self.state.seconds.get("run", 0.0))
-        delete_weights(folder)
-        # the first steps are slower
-        return statistics.median(steps[len(steps) // 2 :]) / BATCHES[0]
-
-    def _batch(self, pairs: int) -> dict[str, str]:
-        return {"batch.global_batch_size": str(pairs), "bank.size": str(4 * pairs)}
+        found = measure_micro_batch(config, self.memory, most)
+        if found.size is None:
+            raise InputError(
+                f"--memory is {gigabytes(self.memory)}, but {config.method} needs "
+                f"{gigabytes(found.peak)} even with one pair at a time. Lower "
+                "model.max_passage_length, set lora.rank, or raise --memory."
+            )
+        self.state.micro_batch_size = found.size
+        self.state.seconds["measure"] = time.monotonic() - began
+        self.state.save()
+        self._check_time()
 
     def _candidates(self) -> list[Values]:
-        """Return the combinations of settings to tune, the most promising first."""
+        """Return the combinations of settings to choose from, the most promising first."""
         batches = [pairs for pairs in BATCHES if pairs * FEWEST_STEPS <= self._queries] or [
             BATCHES[0]
         ]
         rate = self.base.optim.learning_rate
         return [
-            tuple(
-                {**recipe, **self._batch(pairs), "optim.learning_rate": repr(rate * factor)}.items()
-            )
+            tuple({**recipe, **_batch(pairs), "optim.learning_rate": repr(rate * factor)}.items())
             for factor in RATES
             for pairs in batches
             for recipe in RECIPES
@@ -284,22 +361,12 @@ class Auto:
     def _most_steps(self, values: Values) -> int:
         return max(1, MOST_EPOCHS * self._queries // int(dict(values)["batch.global_batch_size"]))
 
-    def _check_time(self, tuning: bool) -> None:
-        """Raise InputError if the measurements left no time to train. tuning: whether to tune."""
-        if self.state.tuning or self.state.steps:
-            return
-        left = self.state.seconds_left(self.total) - (TUNING * self.total if tuning else 0)
-        if left <= 0:
-            raise InputError(
-                f"--time is {self.options.time}, but it leaves no time to train: the measurements "
-                f"took {duration(self.state.elapsed)}, and the evaluations need "
-                f"{duration(self.state.evaluation_seconds)}. Use a longer time and another folder."
-            )
-
-    def _tune(self, candidates: list[Values], budget: float) -> None:
+    def _tune(self) -> None:
         """Choose the candidate with the best dev metric by successive halving."""
         if self.state.chosen:
             return
+        candidates, budget = self.state.tuning_plan(self._candidates(), self.total)
+        self.say(self._tuning_text(candidates, budget))
         tuned = Tuned(
             Variant("auto", "cont_accum", (), tuple(candidates)), rung_shares(len(candidates), None)
         )
@@ -323,52 +390,70 @@ class Auto:
         Return None if training fails, for example at a high learning rate, or if the tuning time is
         used up.
         """
-        steps = max(
-            1, min(self._most_steps(values), int(seconds / self.state.step_seconds(values)))
-        )
-        config = self._run_config(
-            f"tune/{named('run', values)}-{steps}", dict(values), steps, evaluations=0
-        )
+        state = self.state
+        planned = int(seconds / state.step_seconds(values))
+        steps = max(FEWEST_STEPS, min(self._most_steps(values), planned))
+        config = self._run_config(f"tune/{named('run', values)}-{steps}", values, steps, 0)
         folder = Path(config.output_dir)
         if not (folder / TUNED_FILE).is_file():
-            if self.state.tuning >= TUNING * self.total:  # steps took longer than measured
+            if state.tuning >= TUNING * self.total:  # runs took longer than planned
                 return None
-            print(f"tuning: {described(values)}, {steps} steps", file=sys.stderr)
+            self.say(f"tuning: {described(values)}, {steps} steps, about {duration(seconds)}")
             began = time.monotonic()
+            pace = Pace(began + state.expected("run") + 1.25 * seconds, steps)
             try:
-                run_job("run", config, None)
+                run_job("run", config, None, after_step=pace)
             except InputError as error:
                 print(f"{folder.name}: {error}", file=sys.stderr)
                 return None
             finally:
-                self.state.tuning += time.monotonic() - began
-                self.state.save()
+                state.tuning += time.monotonic() - began
+                logged = [line["seconds"] for line in read_log(folder) if "loss" in line]
+                if logged:
+                    state.seconds["pass"] = statistics.mean(logged) / passes(values)
+                    outside = time.monotonic() - began - sum(logged)
+                    state.seconds["run"] = max(outside, state.seconds.get("run", 0.0))
+                state.save()
             delete_weights(folder)
-        return dev_score(folder)
+        score = dev_score(folder)
+        if score is not None:
+            state.best = score if state.best is None else max(state.best, score)
+        return score
 
-    def _run_config(
-        self, folder: str, changes: dict[str, str], steps: int, evaluations: int
-    ) -> TrainConfig:
-        config = self.config(folder, changes)
+    def _run_config(self, folder: str, values: Values, steps: int, evaluations: int) -> TrainConfig:
+        config = self.config(folder, dict(values))
         # every step is timed
         run = replace(config.run, eval_steps=0, save_steps=0, drift_steps=0, log_steps=1)
         if evaluations:
-            every, save = max(1, -(-steps // evaluations)), max(1, steps // 10)
-            run = replace(run, eval_steps=every, save_steps=save, log_steps=config.run.log_steps)
+            every = -(-steps // evaluations)
+            run = replace(run, eval_steps=every, save_steps=-(-steps // 4))
         optim = replace(config.optim, max_steps=steps, warmup_steps=None, warmup_ratio=0.1)
         return replace(config, run=run, optim=optim)
 
     def _train(self) -> None:
         """Train with the chosen settings for the remaining time, and evaluate the model."""
-        values = tuple(self.state.chosen.items())
-        if not self.state.steps:
-            steps = int(SAFETY * self.state.seconds_left(self.total) / self._measured_step(values))
-            self.state.steps = max(1, min(self._most_steps(values), steps))
-            self.state.save()
-        config = self._run_config("train", dict(values), self.state.steps, EVALUATIONS)
-        if not (self.output / "train" / METRICS_FILE).is_file():
-            print(f"training for {self.state.steps} steps: {described(values)}", file=sys.stderr)
-            run_job("run", config, self.test)
+        state, values = self.state, tuple(self.state.chosen.items())
+        if (self.output / "train" / METRICS_FILE).is_file():
+            return
+        most, left = self._most_steps(values), state.training_seconds(self.total)
+        if not state.steps or not (self.output / "train").is_dir():
+            state.steps = max(1, min(most, int(left / self._measured_step(values))))
+        evaluations = state.evaluations(self.total)
+        evaluating = evaluations * state.expected("dev")
+        config = self._run_config("train", values, state.steps, evaluations)
+        self.say(
+            f"training: {described(values)}, {state.steps} steps, about "
+            f"{duration(left + evaluating)}, then {duration(state.after_training())} for the test"
+        )
+
+        def report(training: Training) -> None:
+            state.steps = training.total
+            state.best = max(state.best or 0.0, training.best.get("score", 0.0))
+            self.say(f"training: step {training.done} of {training.total}")
+
+        end = time.monotonic() + left + evaluating
+        pace = Pace(end, most, state.expected("dev"), config.run.eval_steps, report)
+        run_job("run", config, self.test, after_step=pace)
 
     def _measured_step(self, values: Values) -> float:
         """Return the mean seconds of a step in the tuning runs with ``values``.
@@ -403,22 +488,97 @@ class Auto:
             f"time: {duration(self.state.elapsed)} of {duration(self.total)}"
         )
 
-    def _plan_text(self, candidates: list[Values], budget: float) -> str:
-        sizes = ", ".join(f"{method} {size}" for method, size in self.state.sizes.items())
-        left = self.total - self.state.elapsed
-        tuning = "none, because the time is too short"
-        if budget:
-            left -= TUNING * self.total
-            tuning = (
-                f"{len(candidates)} combinations, {duration(TUNING * self.total)}; longest run "
-                f"{duration(budget)}"
-            )
+    def _tuning_text(self, candidates: list[Values], budget: float) -> str:
+        if not budget:
+            return f"tuning: none, because the time is too short; {described(candidates[0])}"
         return (
-            f"micro-batch that fits into {self.options.memory}: {sizes}\n"
-            f"tuning: {tuning}\n"
-            f"final training and evaluation: {duration(left)}\n"
-            f"one dev evaluation: {duration(self.state.seconds['dev'])}"
+            f"tuning: {len(candidates)} combinations, {duration(TUNING * self.total)}; longest run "
+            f"{duration(budget)}"
         )
+
+    def _plan_text(self) -> str:
+        state = self.state
+        candidates, budget = state.tuning_plan(self._candidates(), self.total)
+        left = state.training_seconds(self.total) - (TUNING * self.total if budget else 0.0)
+        return (
+            f"micro-batch that fits into {gigabytes(self.memory)}: {state.micro_batch_size}\n"
+            f"untrained model and BM25 on the test queries: "
+            f"{duration(state.expected('untrained') + state.expected('bm25'))}\n"
+            f"{self._tuning_text(candidates, budget)}\n"
+            f"final training: {duration(left)}, with {state.evaluations(self.total)} dev "
+            f"evaluations of {duration(state.expected('dev'))}\n"
+            f"test of the trained model: {duration(state.after_training())}"
+        )
+
+
+@dataclass
+class Pace:
+    """Function after each training step that ends a run in time.
+
+    It changes the number of steps. The learning rate falls to 0 at the new end.
+    """
+
+    deadline: float  # by time.monotonic, for the last step and the dev evaluations
+    most: int  # maximum number of steps
+    evaluation: float = 0.0  # expected seconds of a dev evaluation
+    eval_steps: int = 0  # steps between dev evaluations; 0: only after the last step
+    report: Callable[[Training], None] | None = None  # called when steps change, and once a minute
+    steps: list[float] = field(default_factory=list)  # seconds of each step so far
+    last: float | None = None  # end of the last step
+    reported: float = field(default_factory=time.monotonic)
+
+    def __call__(self, training: Training) -> None:
+        now = time.monotonic()
+        if self.last is not None:
+            self.steps.append(now - self.last)
+        self.last = now
+        planned = training.total
+        if now >= self.deadline:
+            training.set_total(training.done)
+        elif len(self.steps) >= 2:
+            # a median, because some steps include an evaluation or a checkpoint
+            step = statistics.median(self.steps[-20:])
+            every = self.eval_steps or planned
+            evaluations = -(-planned // every) - training.done // every
+            left = self.deadline - now - evaluations * self.evaluation
+            total = min(self.most, training.done + max(0, int(left / step)))
+            # a small change is not worth a jump of the learning rate, except near the end
+            if abs(total - planned) > 0.05 * planned or total < planned <= training.done + 20:
+                training.set_total(total)
+        if self.report and (training.total != planned or now - self.reported > REPORT_SECONDS):
+            self.reported = now
+            self.report(training)
+
+
+def sample(passages: Dataset) -> list[str]:
+    """Return the contents of SAMPLE passages in random order, or of all if there are fewer."""
+    count = min(SAMPLE, len(passages))
+    rows = random.Random(0).sample(range(len(passages)), count)
+    return [passage.content for passage in Passage.of_columns(passages.select(rows)[:])]
+
+
+def encoding_seconds(
+    encode: Callable[[list[str]], np.ndarray], texts: list[str], limit: float
+) -> float:
+    """Return the seconds to encode one of the texts, measured on 64 or more of them.
+
+    A larger sample follows until one takes a second. The next sample is left out if it may take
+    longer than ``limit`` seconds.
+    """
+    encode(texts[:1])  # the first call is slower, because it loads libraries
+    count = 4
+    while True:
+        began = time.perf_counter()
+        encode(texts[:count])
+        seconds = time.perf_counter() - began
+        enough = count >= 64 and seconds >= 1
+        if enough or count >= len(texts) or 4 * seconds > limit:
+            return seconds / min(count, len(texts))
+        count *= 4
+
+
+def _batch(pairs: int) -> dict[str, str]:
+    return {"batch.global_batch_size": str(pairs), "bank.size": str(4 * pairs)}
 
 
 def described(values: Values) -> str:
@@ -429,9 +589,9 @@ def described(values: Values) -> str:
 
 
 def verdict(found: Comparison, metric: str) -> str:
-    """Return a text that says whether to use the trained model.
+    """Say whether to use the trained model.
 
-    found: trained model compared with the untrained model.
+    found: comparison of the trained with the untrained model.
     """
     interval = f"{metric} {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
     if found.low > 0:

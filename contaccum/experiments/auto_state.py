@@ -1,14 +1,13 @@
-"""State of ``contaccum auto`` in ``auto.json``, for later calls.
-
-This module also divides the time limit among the stages.
-"""
+"""State of ``contaccum auto`` in ``auto.json``, and the division of the time limit."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from contaccum.config import METHOD_SPECS
 from contaccum.errors import InputError
 from contaccum.experiments.settings import Values
 from contaccum.experiments.tuning import rung_shares, survivors
@@ -16,11 +15,14 @@ from contaccum.runtime.files import read_json, write_json
 from contaccum.training.run_folder import config_differences
 
 STATE_FILE = "auto.json"
-TUNING = 0.2  # share of the total time that tuning may take
-FEWEST_STEPS = (
-    8  # minimum number of steps of a tuning run; shorter runs do not show which settings are better
-)
-EVALUATIONS = 4  # number of dev evaluations during the final run
+STAGES = ("dev", "measure", "untrained", "bm25")  # before tuning, in this order
+TUNING = 0.2  # share of the time limit that tuning may take
+LEAST_TRAINING = 0.15  # share of the time limit that must be left for training steps
+RESERVE = 0.05  # share of the time limit that is left free, because predictions are not exact
+SLOWER = 1.1  # the last evaluation may take longer than the same evaluation of the untrained model
+DEV_SHARE = 0.1  # share of the time limit for the dev evaluations of the final run
+# shorter tuning runs do not show which settings are better
+FEWEST_STEPS = 8
 
 
 def parse_time(text: str) -> float:
@@ -48,42 +50,46 @@ class State:
     settings: dict[str, Any]
     spent: float = 0.0
     """Total seconds of all calls so far."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Key -> measured seconds.
+    predicted: dict[str, float] = field(default_factory=dict)
+    """Key -> seconds, predicted from the time to encode a sample of texts.
 
-    ``dev``: evaluation of the untrained model on dev. ``untrained``, ``bm25``: evaluation of the
-    baseline on the test data. ``run``: time that a training run needs in addition to its steps
-    (loading, dev evaluation, saving); the longest time that was measured. Each method is also a
-    key, for example ``grad_cache``; its value is the training time per pair.
+    The keys are those in STAGES, and also: ``run``, the time that a training run needs in addition
+    to its steps (loading, dev evaluation, saving); ``pass``, one forward pass of one pair in
+    training; ``report``.
     """
-    sizes: dict[str, int] = field(default_factory=dict)
-    """Method -> largest micro-batch size that fits into the memory."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Measured seconds, with the keys of ``predicted``. They replace the prediction."""
+    micro_batch_size: int = 0
+    """Largest micro-batch size that fits into the memory. 0: not measured yet."""
+    dev_passages: int = 0
+    """Number of passages in the small dev set. 0: not chosen yet."""
     tuning: float = 0.0
     """Total seconds of all tuning runs so far."""
     # setting -> chosen value; empty before the end of tuning
     chosen: dict[str, str] = field(default_factory=dict)
     steps: int = 0
     """Number of optimizer steps of the final run. 0: not planned yet."""
+    best: float | None = None  # best dev score so far
     content: dict[str, str] = field(default_factory=dict)  # see data_hashes
     format_version: int = 1
     file: Path = field(default=Path(), repr=False)
     began: float = field(default_factory=time.monotonic, repr=False)
 
     @classmethod
-    def read(cls, file: Path, settings: dict[str, Any]) -> "State":
-        """Read the state of earlier calls from ``file``, if it exists.
+    def read(cls, file: Path, settings: dict[str, Any], began: float) -> "State":
+        """Read the state of earlier calls from ``file``, if it exists. began: start of this call.
 
         Raise InputError if these calls had other settings.
         """
         if not file.is_file():
-            return cls(settings, file=file)
+            return cls(settings, file=file, began=began)
         saved = read_json(file, cls, version=1)
         if changes := "; ".join(config_differences(saved.settings, settings)):
             raise InputError(
                 f"{file.parent}: contains results with other settings ({changes}). Use the same "
-                "settings or another folder."
+                "settings or another folder. Only --time may change."
             )
-        return replace(saved, file=file, began=time.monotonic())
+        return replace(saved, file=file, began=began)
 
     def save(self) -> None:
         now = time.monotonic()
@@ -95,21 +101,40 @@ class State:
     def elapsed(self) -> float:
         return self.spent + time.monotonic() - self.began
 
-    @property
-    def evaluation_seconds(self) -> float:
-        """Expected seconds of the final run's evaluations: EVALUATIONS on dev, one on test."""
-        return (
-            self.seconds.get("untrained", self.seconds["dev"]) + EVALUATIONS * self.seconds["dev"]
-        )
+    def expected(self, key: str) -> float:
+        """Return the measured or predicted seconds of a stage."""
+        return self.seconds.get(key, self.predicted[key])
 
-    def seconds_left(self, total: float) -> float:
-        """Return the seconds for the steps of the final run. total: time limit of the command."""
-        return total - self.elapsed - self.seconds["run"] - self.evaluation_seconds
+    def evaluations(self, total: float) -> int:
+        """Return the number of dev evaluations of the final run: 4, or fewer if they take long."""
+        return next((n for n in (4, 2) if n * self.expected("dev") <= DEV_SHARE * total), 1)
+
+    def after_training(self) -> float:
+        """Return the expected seconds of the last evaluation and the report."""
+        return SLOWER * self.expected("untrained") + self.expected("report")
+
+    def training_seconds(self, total: float) -> float:
+        """Return the seconds for tuning and for the steps of the final run. total: time limit."""
+        waiting = sum(self.expected(stage) for stage in STAGES if stage not in self.seconds)
+        evaluations = self.evaluations(total) * self.expected("dev")
+        used = self.elapsed + waiting + self.expected("run") + evaluations + self.after_training()
+        return (1 - RESERVE) * total - used
+
+    def enough(self, total: float) -> bool:
+        """Return whether the time limit ``total`` leaves time to train."""
+        needed = max(LEAST_TRAINING * total, FEWEST_STEPS * 16 * 3 * self.expected("pass"))
+        return self.training_seconds(total) >= needed
+
+    def sufficient_time(self) -> float:
+        """Return a time limit in whole minutes that is enough, with 10 % to spare."""
+        total = 60.0
+        while not self.enough(total):
+            total = max(total + 60, 1.02 * total)
+        return 60.0 * -(-1.1 * total // 60)
 
     def step_seconds(self, values: Values) -> float:
-        """Return the seconds of a step: measured seconds per pair, times global batch size."""
-        changes = dict(values)
-        return self.seconds[changes["method"]] * int(changes["batch.global_batch_size"])
+        """Return the expected seconds of a step with the settings ``values``."""
+        return self.expected("pass") * passes(values)
 
     def tuning_plan(self, candidates: list[Values], total: float) -> tuple[list[Values], float]:
         """Return the candidates to try, and the planned seconds of a run in the last rung.
@@ -118,6 +143,7 @@ class State:
         there is only one candidate, or no time to compare two, return the first candidate and 0
         seconds.
         """
+        most = min(TUNING * total, self.training_seconds(total) - LEAST_TRAINING * total)
         for count in range(len(candidates), 1, -1):
             shares = rung_shares(count, None)
             runs = 0  # number of training runs
@@ -127,8 +153,16 @@ class State:
                 runs += trained
                 full += trained * share
                 trained = survivors(trained)
-            budget = (TUNING * total - runs * self.seconds["run"]) / float(full)
+            budget = (most - runs * self.expected("run")) / float(full)
             slowest = max(map(self.step_seconds, candidates[:count]))
             if budget * float(shares[0]) >= FEWEST_STEPS * slowest:
                 return candidates[:count], budget
         return candidates[:1], 0.0
+
+
+def passes(values: Values | Iterable[tuple[str, str]]) -> float:
+    """Return the cost of an optimizer step, in forward passes of one pair."""
+    settings = dict(values)
+    pairs = int(settings["batch.global_batch_size"])
+    share = float(settings.get("replay.share", 1.0))
+    return pairs * METHOD_SPECS[settings["method"]].cost(pairs, None, share)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
@@ -35,7 +35,7 @@ from contaccum.runtime.files import read_json, remove_folder, write_json
 from contaccum.runtime.launch import StopSignals
 from contaccum.runtime.locks import waiting_lock
 from contaccum.runtime.processes import encoding_device
-from contaccum.training.loop import train
+from contaccum.training.loop import Training, train
 from contaccum.training.parts import build_encoder
 from contaccum.training.run_folder import DEV_METRICS_FILE, files_hash, flat
 
@@ -189,16 +189,21 @@ def _exit_with_parent() -> None:
 
 
 def run_job(
-    kind: str, config: TrainConfig, test: dict[str, str] | None, keep_weights: bool = True
+    kind: str,
+    config: TrainConfig,
+    test: dict[str, str] | None,
+    keep_weights: bool = True,
+    after_step: Callable[[Training], None] | None = None,
 ) -> None:
     """Train and evaluate a model, or evaluate a baseline. Save the metrics on the test data.
 
     kind: ``run`` trains a model; ``bm25`` and ``untrained`` are baselines. test: data and split.
     None: save only the dev metric. keep_weights: False deletes checkpoints and model at the end.
+    after_step: see ``train``.
     """
     run = Path(config.output_dir)
     if kind == "run":
-        train(config)
+        train(config, after_step)
     if test is None:
         mean = read_metrics(run / DEV_METRICS_FILE)["mean"]
         score = {"metric": config.run.metric, "score": mean[config.run.metric]}

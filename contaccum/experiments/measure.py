@@ -21,15 +21,22 @@ import numpy as np
 import psutil
 import torch
 
-from contaccum.config import TrainConfig, from_mapping
+from contaccum.config import TrainConfig, from_mapping, parse_bytes
 from contaccum.data.dataset import load_training
 from contaccum.data.train_set import TrainSet, subset
 from contaccum.errors import InputError
-from contaccum.experiments.sizes import FittingSize, largest_bank, largest_micro_batch
+from contaccum.experiments.sizes import (
+    FittingSize,
+    largest_bank,
+    largest_micro_batch,
+    quick_micro_batch,
+)
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.prefetch import prefetch
+from contaccum.runtime.processes import encoding_device
+from contaccum.runtime.units import duration, gigabytes
 from contaccum.training import parts
 from contaccum.training.log import mean_losses
 from contaccum.training.out_of_memory import out_of_memory
@@ -69,26 +76,33 @@ def measure_method(config: TrainConfig, budget: int) -> Measurement:
     return Measurement(**_in_new_process("method", config, budget))
 
 
-def measure_micro_batch(config: TrainConfig, budget: int) -> FittingSize:
-    """Find the largest micro-batch that fits into ``budget`` bytes."""
-    return FittingSize(**_in_new_process("micro-batch", config, budget))
+def measure_micro_batch(config: TrainConfig, budget: int, most: int | None = None) -> FittingSize:
+    """Find the largest micro-batch that fits into ``budget`` bytes.
+
+    most: search only up to this size, from two small sizes (``quick_micro_batch``).
+    """
+    return FittingSize(**_in_new_process("micro-batch", config, budget, most or 0))
 
 
 def measure_step(config: TrainConfig) -> float:
     """Return the median seconds of an optimizer step with ``config``."""
-    return float(_in_new_process("step", config, 0))
+    return float(_in_new_process("step", config))
 
 
 def _in_new_process(
-    what: Literal["method", "micro-batch", "step"], config: TrainConfig, budget: int
+    what: Literal["method", "micro-batch", "step"],
+    config: TrainConfig,
+    budget: int = 0,
+    most: int = 0,
 ) -> Any:
-    command = [sys.executable, "-m", "contaccum.experiments.measure", what, str(budget)]
+    command = [sys.executable, "-m", "contaccum.experiments.measure", what, str(budget), str(most)]
     done = subprocess.run(
         command,
         input=json.dumps(asdict(config)),
         stdout=subprocess.PIPE,
         text=True,
         encoding="utf-8",
+        start_new_session=True,  # after Ctrl-C, only this process prints a message
     )
     if done.returncode == InputError.exit_code and done.stdout:
         raise InputError(json.loads(done.stdout)["error"])
@@ -99,6 +113,20 @@ def _in_new_process(
             "ran out of memory."
         )
     return json.loads(done.stdout)
+
+
+def memory_budget(text: str | None, device: str) -> int:
+    """Return the bytes of ``--memory``.
+
+    None: the free memory of the GPU that ``device`` (`run.device`) means, or USABLE of the free
+    main memory.
+    """
+    if text is not None:
+        return parse_bytes(text, "--memory")
+    found = encoding_device(device)
+    if found.type == "cuda":
+        return torch.cuda.mem_get_info(found)[0]
+    return int(USABLE * psutil.virtual_memory().available)
 
 
 class Probe:
@@ -132,6 +160,7 @@ class Probe:
         infinity if the GPU has ``budget`` bytes, else None.
         """
         device = self.engine.device
+        began = time.perf_counter()
         try:
             bank = self._full_bank(size, bank_size)
             # otherwise a step could use memory that another size freed, and its peak would be too
@@ -148,9 +177,17 @@ class Probe:
                 if device.type == "cuda" and budget <= torch.cuda.mem_get_info(device)[1]
                 else None
             )
+        peak: float = self.engine.peak_memory()
         if device.type == "cuda":
-            return torch.cuda.max_memory_reserved(device) + self.context()
-        return self.engine.peak_memory()
+            peak = torch.cuda.max_memory_reserved(device) + self.context()
+        took = duration(time.perf_counter() - began)
+        bank_text = f", bank of {bank_size}" if bank_size else ""
+        print(
+            f"  {self.config.method}, micro-batch of {size}{bank_text}: {gigabytes(peak)} ({took})",
+            file=sys.stderr,
+            flush=True,
+        )
+        return peak
 
     def context(self) -> int:
         """Return the bytes on the GPU that CUDA itself and other processes use."""
@@ -187,9 +224,14 @@ class Probe:
     def seconds_per_step(self, config: TrainConfig) -> float:
         """Return the median seconds of a step with ``config``, random pairs and a full bank."""
         bank = self._full_bank(config.batch.micro_batch_size, config.bank_size())
-        return statistics.median(
-            self._steps(config, self.random_pairs, bank, REPEATS, warm_up=True)
+        steps = self._steps(config, self.random_pairs, bank, REPEATS, warm_up=True)
+        seconds = statistics.median(steps)
+        print(
+            f"  {config.method}, step of {config.batch.global_batch_size}: {duration(seconds)}",
+            file=sys.stderr,
+            flush=True,
         )
+        return seconds
 
     def _sized(self, size: int, bank_size: int, micro_batches: int = MICRO_BATCHES) -> TrainConfig:
         count = (
@@ -309,11 +351,11 @@ def measure(probe: Probe, budget: float) -> Measurement:
     )
 
 
-def main(what: str, budget: int) -> int:
+def main(what: str, budget: int, most: int) -> int:
     """Measure the config on stdin, and write the result or an error message to stdout.
 
     Returns the exit code. what: ``method``, ``micro-batch`` or ``step``, see the functions above.
-    budget: bytes.
+    budget: bytes. most: largest micro-batch size, 0 for any.
     """
     warnings.simplefilter("ignore")  # training itself prints these warnings
     try:
@@ -322,7 +364,8 @@ def main(what: str, budget: int) -> int:
             if what == "method":
                 answer: Any = asdict(measure(probe, budget))
             elif what == "micro-batch":
-                answer = asdict(largest_micro_batch(probe, budget))
+                found = quick_micro_batch(probe, most, budget) if most else None
+                answer = asdict(found or largest_micro_batch(probe, budget))
             else:
                 answer = probe.seconds_per_step(probe.config)
     except InputError as error:
@@ -339,4 +382,4 @@ def main(what: str, budget: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

@@ -81,22 +81,6 @@ def text(value: Any) -> str:
     return MISSING if value is None else str(value)
 
 
-def gigabytes(size: float) -> str:
-    return f"{size / 1e9:.2f} GB"
-
-
-def duration(seconds: float) -> str:
-    """Return a duration with one or two units, such as: 3 d 4 h, 2 h 5 min, 7.2 s."""
-    for name, length, smaller, part in (
-        ("d", 86400, "h", 3600),
-        ("h", 3600, "min", 60),
-        ("min", 60, "s", 1),
-    ):
-        if seconds >= length:
-            return f"{int(seconds // length)} {name} {int(seconds % length // part)} {smaller}"
-    return f"{seconds:.2g} s"
-
-
 class Plot(NamedTuple):
     """Plot in two formats, SVG and PNG."""
 

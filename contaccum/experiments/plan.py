@@ -7,14 +7,19 @@ the last measured memory and the memory predicted for the same size.
 """
 
 import sys
+import time
 from dataclasses import asdict, replace
 
-from contaccum.config import METHOD_SPECS, TrainConfig, parse_bytes, validate
+from contaccum.config import METHOD_SPECS, TrainConfig, validate
 from contaccum.config.experiments import PlanConfig
-from contaccum.experiments.measure import Measurement, measure_method
-from contaccum.experiments.page import Table, duration, gigabytes, text
+from contaccum.experiments.measure import Measurement, measure_method, memory_budget
+from contaccum.experiments.page import Table, text
 from contaccum.experiments.settings import read_names
 from contaccum.runtime.files import write_json
+from contaccum.runtime.units import duration, gigabytes
+
+# three or more sizes of a micro-batch, up to three times of a step, and two or more sizes of a bank
+MEASUREMENTS = "5 to 12"
 
 
 def run_plan(options: PlanConfig, config: TrainConfig) -> str:
@@ -22,16 +27,29 @@ def run_plan(options: PlanConfig, config: TrainConfig) -> str:
 
     With ``options.output``, also write the measurements to this JSON file.
     """
-    budget = parse_bytes(options.memory, "--memory")
-    methods = read_names("--methods", options.methods or "", METHOD_SPECS) or list(METHOD_SPECS)
+    budget = memory_budget(options.memory, config.run.device)
+    methods: list[str] = [config.method]
+    if options.methods == "all":
+        methods = list(METHOD_SPECS)
+    elif options.methods:
+        methods = read_names("--methods", options.methods, METHOD_SPECS)
     config = replace(config, output_dir=config.output_dir or "not written to")
     measured: dict[str, Measurement] = {}
-    for method in methods:
+    began = time.monotonic()
+    print(
+        f"measuring {len(methods)} method{'s' * (len(methods) > 1)} within {gigabytes(budget)}: "
+        f"{MEASUREMENTS} measurements each",
+        file=sys.stderr,
+    )
+    for number, method in enumerate(methods, start=1):
         varied = replace(config, method=method)  # type: ignore[arg-type]
         # other methods may not read all settings of the config
         validate(varied, warn=method == config.method)
-        print(f"measuring {method}", file=sys.stderr)
+        print(f"[{number}/{len(methods)}] {method}", file=sys.stderr)
         measured[method] = measure_method(varied, budget)
+        left = (time.monotonic() - began) / number * (len(methods) - number)
+        if left:
+            print(f"about {duration(left)} left", file=sys.stderr)
     if options.output is not None:
         n = config.batch.global_batch_size
         rows = [

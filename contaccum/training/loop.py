@@ -328,7 +328,7 @@ class Training:
         return prefetch(self.prepare_step(step, size) for step in steps)
 
     def set_total(self, total: int) -> None:
-        """Change the number of steps. From the next step on, the learning rate falls to 0 at the new end."""
+        """Change the number of steps. The learning rate then falls to 0 at the new end."""
         self.total = max(self.done, total)
         if self.engine.is_main:
             self.log.bar.total = self.total

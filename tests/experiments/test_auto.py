@@ -9,24 +9,24 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from helpers import train_config, write_beir
+from helpers import tiny_encoder, train_config, write_beir
 from processes import python
 
 from contaccum.cli import main
 from contaccum.config.experiments import AutoConfig
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.significance import compare
-from contaccum.experiments import auto
+from contaccum.experiments import auto, auto_state
 from contaccum.experiments.auto_state import parse_time
-from contaccum.experiments.page import duration
-from contaccum.experiments.sizes import FittingSize
 from contaccum.experiments.tuning import rung_shares, survivors
 
 pytestmark = pytest.mark.filterwarnings("ignore:contaccum auto chooses these settings")
 
-SECONDS = {"dev": 2.0, "run": 3.0, "cont_accum": 0.01, "cont_cache": 0.01, "grad_cache": 0.012}
+PREDICTED = {"dev": 2.0, "measure": 9.0, "untrained": 20.0, "bm25": 1.0, "run": 3.0}
+PREDICTED |= {"pass": 0.003, "report": 5.0}
 
 
 @pytest.mark.parametrize(
@@ -61,15 +61,28 @@ def test_the_verdict_follows_the_interval(trained, word):
     )
 
 
+def auto_of(config, limit: str, memory: str | None = "8GB") -> auto.Auto:
+    return auto.Auto(
+        lambda changes: config, AutoConfig(memory=memory, time=limit), auto.time.monotonic()
+    )
+
+
+def set_clock(monkeypatch, clock):
+    """Let ``auto`` read the time from ``clock[0]``."""
+    fake = SimpleNamespace(monotonic=lambda: clock[0], perf_counter=lambda: clock[0])
+    monkeypatch.setattr(auto, "time", fake)
+    monkeypatch.setattr(auto_state, "time", fake)
+
+
 @pytest.fixture
-def planned(tmp_path):
-    """Function from a time to the plan of tuning with known seconds."""
-    data = write_beir(tmp_path / "data")
+def planned(tmp_path, monkeypatch):
+    """Function from a time to the plan of tuning with known seconds and a clock that stands still."""
+    set_clock(monkeypatch, [0.0])
+    config = train_config(write_beir(tmp_path / "data"), tmp_path / "auto")
 
     def plan(limit: str):
-        config = train_config(data, tmp_path / "auto")
-        made = auto.Auto(lambda changes: config, AutoConfig(memory="8GB", time=limit))
-        made.state.seconds = SECONDS
+        made = auto_of(config, limit)
+        made.state.predicted = PREDICTED
         return made, *made.state.tuning_plan(made._candidates(), made.total)
 
     return plan
@@ -79,7 +92,7 @@ def cost(made, candidates, budget):
     """Seconds of tuning: every run trains for its share of the budget and evaluates once on dev."""
     left, seconds = len(candidates), 0.0
     for share in rung_shares(len(candidates), None):
-        seconds += left * (budget * share + made.state.seconds["run"])
+        seconds += left * (budget * share + made.state.expected("run"))
         left = survivors(left)
     return seconds
 
@@ -92,7 +105,7 @@ def test_tuning_costs_at_most_a_fifth_of_the_time(planned, limit):
 
 
 def test_more_time_tries_more_combinations(planned):
-    few, many = (len(planned(limit)[1]) for limit in ("3m", "2h"))
+    few, many = (len(planned(limit)[1]) for limit in ("5m", "2h"))
     assert few < many == len(planned("2h")[0]._candidates())
 
 
@@ -101,38 +114,122 @@ def test_without_time_for_tuning_the_first_combination_is_used(planned):
     assert candidates == made._candidates()[:1]
 
 
-@pytest.mark.parametrize(("limit", "enough"), [("20s", False), ("15m", True)])
-def test_time_that_leaves_no_training_is_refused(planned, limit, enough):
-    made, candidates, _ = planned(limit)
-    made.state.spent = 15.0  # seconds of the measurements
-    made.state.seconds = {**SECONDS, "dev": 2.0, "run": 1.0}
-    assert made.state.evaluation_seconds == pytest.approx(5 * 2.0)
-    if enough:
-        made._check_time(len(candidates) > 1)
-        return
-    with pytest.raises(InputError, match="--time is 20s, but it leaves no time to train"):
-        made._check_time(len(candidates) > 1)
-    made.state.steps = 1  # the final run was planned in an earlier call
-    made._check_time(len(candidates) > 1)
+@pytest.mark.parametrize("slower", [1.0, 4.0])
+@pytest.mark.parametrize("spent", [0.0, 40.0])
+def test_a_refusal_names_a_time_that_is_enough(planned, slower, spent):
+    made = planned("60s")[0]
+    made.state.predicted = {key: slower * value for key, value in PREDICTED.items()}
+    made.state.spent = spent
+    with pytest.raises(InputError, match=r"--time is 60s.*two are needed") as refused:
+        made._check_time()
+    named = re.search(r"Use (--time \d+m) with the same folder", str(refused.value))[1]
+    minutes = named.split()[1]
+    raised = planned(minutes)[0]
+    raised.state.predicted, raised.state.spent = made.state.predicted, spent
+    raised._check_time()
+    # not much more than needed: a third of it would be refused
+    assert not raised.state.enough(raised.total / 3)
+
+
+def test_a_measured_stage_replaces_its_prediction(planned):
+    """An evaluation that took three times as long leaves less time, and later no time."""
+    made = planned("150s")[0]
+    made._check_time()
+    before = made.state.training_seconds(150)
+    made.state.seconds["untrained"] = 60.0
+    made.state.spent = 60.0
+    # 60 seconds are gone instead of 20 expected ones, and the last evaluation takes longer too
+    assert made.state.training_seconds(150) == pytest.approx(before - 40 - 1.1 * 40)
+    with pytest.raises(InputError, match="takes about 1 min,"):
+        made._check_time()
+
+
+@pytest.mark.parametrize(("limit", "evaluations"), [("20s", 1), ("40s", 2), ("2h", 4)])
+def test_a_short_time_has_fewer_dev_evaluations(planned, limit, evaluations):
+    made = planned(limit)[0]
+    assert made.state.evaluations(made.total) == evaluations
+
+
+@pytest.mark.parametrize(("limit", "passages", "queries"), [("1m", 200, 50), ("20m", 300, 75)])
+def test_the_dev_set_is_as_large_as_the_time_allows(planned, monkeypatch, limit, passages, queries):
+    """30 seconds for four evaluations of passages that take 0.1 s each; at least 200 passages."""
+    made = planned(limit)[0]
+    monkeypatch.setattr(auto, "build_encoder", lambda *_: tiny_encoder())
+    monkeypatch.setattr(auto, "encoding_seconds", lambda *_: 0.1)
+    made._predict()
+    assert (made.state.dev_passages, made._dev_queries) == (passages, queries)
+    corpus, test_queries = 40, 10
+    assert made.state.predicted["untrained"] == pytest.approx(0.1 * (corpus + test_queries))
+
+
+class SteadyRun:
+    """Training run on a clock that only the steps move."""
+
+    def __init__(self, clock, total):
+        self.clock, self.total, self.done, self.best = clock, total, 0, {}
+
+    def set_total(self, total):
+        self.total = max(self.done, total)
+
+    def run(self, pace, seconds):
+        """Take all steps, and evaluate when it is due. seconds: function from a step to its seconds."""
+        while self.done < self.total:
+            self.clock[0] += seconds(self.done)
+            self.done += 1
+            pace(self)
+            last = self.done == self.total
+            if last or (pace.eval_steps and self.done % pace.eval_steps == 0):
+                self.clock[0] += pace.evaluation
 
 
 @pytest.mark.parametrize(
-    ("limit", "tuning", "left"),
-    [("20s", "none, because the time is too short", 15), ("15m", "3 min", 715)],
+    ("seconds", "steps"),
+    [
+        (lambda step: 1.0, 100),
+        (lambda step: 2.0, 50),  # the machine is half as fast as planned
+        (lambda step: 1.0 if step < 20 else 4.0, 40),  # it becomes slow during the run
+        (lambda step: 0.25, 200),  # it is faster, but no run has more than 200 steps
+    ],
 )
-def test_the_plan_divides_the_whole_time(planned, monkeypatch, limit, tuning, left):
-    made, candidates, budget = planned(limit)
-    made.state.spent = 5.0  # seconds of the measurements
-    monkeypatch.setattr(time, "monotonic", lambda: made.state.began)
-    shown = dict(line.split(": ", 1) for line in made._plan_text(candidates, budget).splitlines())
-    assert tuning in shown["tuning"]
-    assert shown["final training and evaluation"] == duration(left)
+def test_a_run_ends_at_its_deadline(monkeypatch, seconds, steps):
+    clock = [0.0]
+    set_clock(monkeypatch, clock)
+    run = SteadyRun(clock, 100)
+    run.run(auto.Pace(deadline=100.0, most=200), seconds)
+    assert clock[0] <= 104
+    assert run.done == pytest.approx(steps, rel=0.1)
+
+
+def test_dev_evaluations_count_towards_the_deadline(monkeypatch):
+    """70 steps of 1 s and evaluations of 10 s after steps 25, 50 and 70; 100 steps were planned."""
+    clock = [0.0]
+    set_clock(monkeypatch, clock)
+    run = SteadyRun(clock, 100)
+    run.run(auto.Pace(100.0, 200, evaluation=10.0, eval_steps=25), lambda _: 1.0)
+    assert run.done == pytest.approx(70, abs=3)
+    assert clock[0] <= 102
+
+
+def test_the_rate_is_that_of_64_texts_if_the_time_allows(monkeypatch):
+    clock, calls = [0.0], []
+    set_clock(monkeypatch, clock)
+
+    def encode(texts):
+        calls.append(len(texts))
+        clock[0] += 0.1 * len(texts)
+
+    texts = ["text"] * 1000
+    assert auto.encoding_seconds(encode, texts, limit=100.0) == pytest.approx(0.1)
+    assert calls == [1, 4, 16, 64]
+    calls.clear()
+    assert auto.encoding_seconds(encode, texts, limit=2.0) == pytest.approx(0.1)
+    assert calls == [1, 4, 16]
 
 
 def test_tuning_ends_when_its_time_is_over(planned):
-    made, candidates, budget = planned("15m")
+    made, candidates, _ = planned("15m")
     made.state.tuning = 0.2 * made.total
-    made._tune(candidates, budget)
+    made._tune()
     assert made.state.chosen == dict(candidates[0])
     assert not (made.output / "tune").exists()
 
@@ -155,7 +252,7 @@ def test_settings_that_auto_chooses_are_named(tmp_path):
         UserWarning,
         match="ignores your values: method, .*batch.micro_batch_tokens, .*optim.max_steps",
     ) as found:
-        made = auto.Auto(lambda _: given, AutoConfig(memory="8GB", time="1h"))
+        made = auto_of(given, "1h")
     assert not re.search("global_batch_size|bank.size|learning_rate", str(found[0].message))
     assert made.config("run", {}).batch.micro_batch_tokens is None
 
@@ -167,22 +264,7 @@ def test_distillation_without_dev_data_is_refused(tmp_path):
     )
     (tmp_path / "data" / "qrels" / "dev.tsv").unlink()
     with pytest.raises(InputError, match=r"^loss\.distillation is kl, so data\.dev must be set"):
-        auto.Auto(lambda _: given, AutoConfig(memory="8GB", time="1h"))
-
-
-def test_memory_of_earlier_runs_is_freed_before_a_method_is_measured(planned, monkeypatch):
-    made, calls = planned("15m")[0], []
-    made.state.seconds = {}
-    monkeypatch.setattr(made, "_evaluate", lambda *_: calls.append("run"))
-    monkeypatch.setattr(made, "_trial", lambda _: calls.append("run") or 1.0)
-    monkeypatch.setattr(auto.Engine, "free_memory", lambda: calls.append("free"))
-    monkeypatch.setattr(
-        auto,
-        "measure_micro_batch",
-        lambda *_: calls.append("measure") or FittingSize(4, 1.0, 0.0, 4),
-    )
-    made._measure()
-    assert calls == ["run", *["free", "measure", "run"] * 3]
+        auto_of(given, "1h")
 
 
 def test_every_step_of_a_measured_run_is_logged(planned):
@@ -191,10 +273,10 @@ def test_every_step_of_a_measured_run_is_logged(planned):
     base = made.configure({})
     made.configure = lambda _: replace(base, run=replace(base.run, log_steps=10))
     logged = [
-        made._run_config("run", dict(candidates[0]), 8, evaluations).run.log_steps
+        made._run_config("run", candidates[0], 8, evaluations).run.log_steps
         for evaluations in (0, 4)
     ]
-    assert logged == [1, 10]
+    assert logged == [1, 1]
 
 
 @pytest.mark.filterwarnings("ignore:.*1 queries are skipped")
@@ -204,10 +286,7 @@ def test_training_queries_are_counted_as_training_reads_them(tmp_path):
     (data / "queries.jsonl").write_text("".join([*lines, lines[0]]))
     config = train_config(data, tmp_path / "auto", **{"data.repair": True})
     once = train_config(write_beir(tmp_path / "once"), tmp_path / "auto")
-    counts = [
-        auto.Auto(lambda _, each=each: each, AutoConfig(memory="8GB", time="1h"))._queries
-        for each in (config, once)
-    ]
+    counts = [auto_of(each, "1h")._queries for each in (config, once)]
     assert counts[0] == counts[1] > 0
 
 
@@ -221,12 +300,12 @@ def test_every_combination_has_a_micro_batch_that_divides_its_batch(tmp_path):
         }
         return replace(config, batch=replace(config.batch, **sizes))
 
-    made = auto.Auto(configure, AutoConfig(memory="8GB", time="1h"))
-    made.state.sizes = {"cont_accum": 32, "cont_cache": 8, "grad_cache": 64}
+    made = auto.Auto(configure, AutoConfig(memory="8GB", time="1h"), 0.0)
+    made.state.micro_batch_size = 32
     for candidate in made._candidates():
         batch = made.config("x", dict(candidate)).batch
         assert batch.global_batch_size % batch.micro_batch_size == 0
-        assert batch.micro_batch_size <= made.state.sizes[dict(candidate)["method"]]
+        assert batch.micro_batch_size <= 32
 
 
 @pytest.mark.parametrize(
@@ -235,7 +314,7 @@ def test_every_combination_has_a_micro_batch_that_divides_its_batch(tmp_path):
         (["--time", "soon"], "--time is 'soon'"),
         (["--time", "60s", "--memory", "lots"], "--memory is 'lots'"),
         (["--time", "60s", "--optim.learning_rat", "1"], "optim.learning_rate"),
-        (["--memory", "8GB"], "time"),
+        (["--memory", "8GB"], "--time"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_written(
@@ -257,24 +336,25 @@ def test_wrong_arguments_are_refused_before_anything_is_written(
 
 
 def test_the_state_is_read_after_waiting_for_another_call(tmp_path, monkeypatch):
+    """It may have another --time, but no other setting."""
     config = train_config(write_beir(tmp_path / "data"), tmp_path / "auto")
 
-    def run(limit):
-        return auto.run_auto(lambda changes: config, AutoConfig(memory="8GB", time=limit))
+    def run(limit, memory="8GB"):
+        return auto.run_auto(lambda changes: config, AutoConfig(memory=memory, time=limit))
 
     @contextmanager
     def waiting(path, after):
-        other = auto.Auto(lambda changes: config, AutoConfig(memory="8GB", time="2m"))
-        other.state.seconds = SECONDS
+        other = auto_of(config, "2m")
+        other.state.seconds = {"dev": 2.0}
         other.state.save()
         yield
 
     monkeypatch.setattr(auto, "waiting_lock", waiting)
     monkeypatch.setattr(auto.Auto, "run", lambda self: self.state.seconds)
-    assert run("2m") == SECONDS
+    assert run("2m") == run("3m") == {"dev": 2.0}
     (tmp_path / "auto" / "auto.json").unlink()
-    with pytest.raises(InputError, match=r"auto\.time was 2m and is 3m"):
-        run("3m")
+    with pytest.raises(InputError, match=r"auto\.memory was 8GB and is 9GB"):
+        run("3m", "9GB")
 
 
 @pytest.mark.parametrize("kind", ["train", "dev", "test"])

@@ -17,9 +17,9 @@ from contaccum.batch import RowIds
 from contaccum.cli import main
 from contaccum.config import TrainConfig, from_mapping, parse_bytes
 from contaccum.experiments.measure import Measurement, Probe, measure_micro_batch
-from contaccum.experiments.page import duration, gigabytes
 from contaccum.experiments.plan import render
 from contaccum.experiments.sizes import largest, largest_bank, largest_micro_batch, predict
+from contaccum.runtime.units import duration, gigabytes
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 

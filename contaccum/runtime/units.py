@@ -1,0 +1,18 @@
+"""Sizes and durations as text."""
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as text with one or two units, such as: 3 d 4 h, 2 h, 4 min 10 s, 7.2 s."""
+    for name, length, smaller, part in (
+        ("d", 86400, "h", 3600),
+        ("h", 3600, "min", 60),
+        ("min", 60, "s", 1),
+    ):
+        if seconds >= length:
+            rest = int(seconds % length // part)
+            return f"{int(seconds // length)} {name}" + (f" {rest} {smaller}" if rest else "")
+    return f"{seconds:.2g} s"
