@@ -243,8 +243,8 @@ class ReplayConfig:
             yield f"replay.share has no effect with method {config.method}"
         of_cont_cache = replace(config.bank, size=None) != BankConfig()
         if config.method == "grad_cache" and self.share < 1 and of_cont_cache:
-            # a ready-made config of cont_cache with another method: --config demo --method
-            # grad_cache
+            # a ready-made config of cont_cache with another method:
+            # --config presets/replay --method grad_cache
             yield (
                 f"replay.share is {self.share}, so the second pass of grad_cache encodes only a "
                 "sample of the texts. For GradCache without sampling, set replay.share to 1."

@@ -122,6 +122,7 @@ class Study:
             read_names("--baselines", baselines, BASELINES), varied
         )
         known = [name for one in self.variants for name in (one.label, one.method)]
+        known += [one.name for one in self.baselines]
         self.against = options.against or ("grad_cache" if "grad_cache" in known else known[0])
         if self.against not in known:
             raise InputError(
@@ -360,10 +361,12 @@ class Study:
         self.failed += self._run_missing(runs, METRICS_FILE, self.test)
         reference = [one.label for one in self.variants if one.label == self.against]
         reference = reference or [one.label for one in self.variants if one.method == self.against]
+        compared = {run.folder for label in reference for run in rows.get(label, ())}
+        compared |= {run.folder for run in self.baselines if run.name == self.against}
         chosen_by_name = self.tuned or self.budget or self.options.settings
         result = StudyResult(
             metric=self.base.run.metric,
-            reference={run.folder for label in reference for run in rows.get(label, ())},
+            reference=compared,
             budget=self.budget,
             tuned=self.tuned,
             failed=[f"{one.job.name}: {one.last_line}" for one in self.failed],
