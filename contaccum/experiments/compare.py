@@ -50,6 +50,7 @@ from contaccum.experiments.tuning import (
 from contaccum.runtime.files import read_json, write_json
 from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
+from contaccum.training.automatic import recorded
 from contaccum.training.run_folder import CONFIG_FILE, config_differences, flat, read_config
 
 BASELINES = ("bm25", "untrained")
@@ -304,7 +305,8 @@ class Study:
     def _check_folder(self, run: PlannedRun) -> None:
         """Raise InputError if a run's folder contains other settings, or metrics on other data."""
         if (run.folder / CONFIG_FILE).is_file():
-            changes = "; ".join(config_differences(read_config(run.folder), asdict(run.config)))
+            config = asdict(recorded(run.config))
+            changes = "; ".join(config_differences(read_config(run.folder), config))
             if changes:
                 raise InputError(
                     f"{run.folder}: this run was made with other settings: {changes}. Use the same "

@@ -110,12 +110,13 @@ def test_no_size_fits_below_the_smallest_peak():
 
 def test_gpu_context_is_reported_with_the_budget_that_training_needs():
     config = TrainConfig(method="cont_accum", output_dir="run")
-    found = Measurement(8, 3e9, 0.01, 1000, 500_000_000, 0.5, 1000)
+    found = Measurement(8, 3e9, 0.01, 1000, 500_000_000, 0.5, 1000, "fp32, without padding")
     assert found.epoch(250) == pytest.approx(4 * 0.5)
     shown = render({"cont_accum": found}, config, 4_000_000_000)
     (found_budget,) = re.findall(r"set run\.memory_budget to (\w+)\.", shown)
     assert parse_bytes(found_budget) == 3_500_000_000
     assert "expandable_segments:True" in shown
+    assert "cont_accum trains in fp32, without padding." in shown
     assert "memory_budget" not in render(
         {"cont_accum": replace(found, context=0)}, config, 4_000_000_000
     )

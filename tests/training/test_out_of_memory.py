@@ -233,7 +233,8 @@ def test_resumed_run_starts_with_the_smaller_size(data, tmp_path, monkeypatch):
 
 def test_token_budget_is_halved(data, tmp_path, monkeypatch):
     changes = {
-        **CHANGES, "model.max_passage_length": 48, "batch.micro_batch_size": 8, "batch.micro_batch_tokens": 400, "bank.size": 0,
+        **CHANGES, "model.max_passage_length": 48, "batch.micro_batch_size": "auto",
+        "batch.micro_batch_tokens": 400, "bank.size": 0,
     }  # fmt: skip
     plain, run = tmp_path / "plain", tmp_path / "run"
     train(train_config(data, plain, "grad_cache", **changes))
@@ -247,7 +248,7 @@ def test_token_budget_is_halved(data, tmp_path, monkeypatch):
 
 BY_TOKENS = {
     "batch.micro_batch_tokens": 400,
-    "batch.micro_batch_size": 8,
+    "batch.micro_batch_size": "auto",
     "model.max_passage_length": 48,
 }
 
