@@ -1,4 +1,5 @@
-"""Check and measure contaccum on a GPU: three parts of at most 9 minutes, each a list of independent steps.
+"""Check and measure contaccum on a GPU: three parts of at most 9 minutes, each a list of
+independent steps.
 
     bash benchmarks/gpu_suite.sh OUT [--part 1|2|3] [--quick] [--device cpu] [--minutes 9]
 
@@ -20,15 +21,14 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from invented_set import write_invented_set
-
 ROOT = Path(__file__).resolve().parent.parent
 PART_MINUTES = 9
 LEAST_SECONDS = 5  # a step does not start with less time left
 SKIPPED = 77  # exit code of a step that says why it does not run here
 PACKAGES = (
     "datasets", "filelock", "jinja2", "msgspec", "numpy", "psutil",
-    "pytrec_eval", "regex", "requests", "safetensors", "scipy", "torch", "tqdm", "transformers", "yaml",
+    "pytrec_eval", "regex", "requests", "safetensors", "scipy", "torch", "tqdm", "transformers",
+    "yaml",
 )  # fmt: skip
 """Modules that every step imports."""
 PYTHON = sys.executable
@@ -128,32 +128,12 @@ def make_steps(out: Path, device: str, quick: bool) -> list[Step]:
         script(3, "encode", "encode", *encoding, most=90, needs=("sentence_transformers",))
     )
     steps.append(script(3, "search", "search", "--repeats", "3", most=120, needs=("beir",)))
-    long = [
-        "--model",
-        model,
-        "--data",
-        data,
-        "--precision",
-        precision,
-        "--max_passage_length",
-        "512",
-    ]
-    steps.append(
-        script(
-            3,
-            "long_texts",
-            "micro_batch_tokens",
-            *long,
-            "--methods",
-            "grad_accum,cont_accum",
-            most=120,
-        )
-    )
     return [*steps, study(out, device, precision, quick)]
 
 
 def study(out: Path, device: str, precision: str, quick: bool) -> Step:
-    """Return the study at full size, or without its encoder and data (MODEL, DATA) one on invented words."""
+    """Return the study at full size, or without its encoder and data (MODEL, DATA) a comparison on
+    the demo set."""
     if os.environ.get("MODEL") and os.environ.get("DATA"):
         call = f"bash benchmarks/study/run.sh {os.environ.get('STUDY', 'medquad aged')}"
         variables = (
@@ -186,9 +166,7 @@ def study(out: Path, device: str, precision: str, quick: bool) -> Step:
         "contaccum",
         "compare",
         "--config",
-        "configs/study/demo.yaml",
-        "--data.train",
-        str(write_invented_set(out / "invented")),
+        "configs/demo.yaml",
         "--methods",
         methods,
         "--seeds",
@@ -200,7 +178,8 @@ def study(out: Path, device: str, precision: str, quick: bool) -> Step:
 
 
 def run_step(step: Step, out: Path, end: float, stretch: float = 1) -> Result:
-    """Run one step, at most until ``end`` and for ``stretch`` times its own limit; never raise for its failure."""
+    """Run one step, at most until ``end`` and for ``stretch`` times its own limit; never raise for
+    its failure."""
     start, used = time.monotonic(), processor_seconds()
 
     def result(state: str, reason: str) -> Result:
@@ -218,13 +197,14 @@ def run_step(step: Step, out: Path, end: float, stretch: float = 1) -> Result:
     log = out / f"{step.name}.log"
     paths = [str(ROOT), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {
-        "PYTHONPATH": os.pathsep.join(paths), "PYTHON": PYTHON, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(paths), "PYTHON": PYTHON, "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
         "PATH": f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}",
     }  # fmt: skip
     with log.open("w") as file:
         process = subprocess.Popen(
-            step.command, cwd=ROOT, env=os.environ | variables, stdout=file, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, start_new_session=True,
+            step.command, cwd=ROOT, env=os.environ | variables, stdout=file,
+            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
             code = process.wait(limit)

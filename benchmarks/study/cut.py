@@ -1,4 +1,5 @@
-"""Reduce a BEIR folder so that evaluation takes seconds: judged passages of a split and a fixed random sample of the others.
+"""Reduce a BEIR folder so that evaluation takes seconds: judged passages of a split and a fixed
+random sample of the others.
 
     python benchmarks/study/cut.py DIR OUT [--held_out Q] [--sample P] [--disjoint]
 
@@ -48,7 +49,8 @@ def read_beir(source: Path) -> tuple[Rows, Rows, dict[str, Qrels]]:
 
 
 def read_dpr(source: Path) -> tuple[Rows, Rows, dict[str, Qrels]]:
-    """Return passages, queries and judgements by split; the first positive of a question is its judgement."""
+    """Return passages, queries and judgements by split; the first positive of a question is its
+    judgement."""
     lines = (source / "psgs_w100.tsv").read_text(encoding="utf-8").split("\n")[1:]
     passages = (line.split("\t") for line in lines if line)
     corpus = {

@@ -1,4 +1,5 @@
-"""Pack the runs of a study into one compact file: settings, means, ndcg@10 of every query, and the log.
+"""Pack the runs of a study into one compact file: settings, means, ndcg@10 of every query, and the
+log.
 
     python benchmarks/study/pack.py RUNS OUT.jsonl.gz
 
@@ -16,14 +17,13 @@ from typing import Any
 
 from contaccum.config import TrainConfig
 from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE, RunRecord, load_run_record
-from contaccum.runtime.files import read_json
 from contaccum.training.run_folder import flat
 
 METRIC = "ndcg@10"
 COLUMNS = (
-    "step", "seconds", "waited", "loss", "learning_rate", "negatives", "masked", "weight_per_row", "grad_norm", "query_grad_norm",
-    "passage_grad_norm", "bank_fill", "bank_age_mean", "bank_age_max", "peak_memory", "drift_query_cosine",
-    "drift_passage_cosine", "drift",
+    "step", "seconds", "waited", "loss", "learning_rate", "negatives", "masked", "weight_per_row",
+    "grad_norm", "query_grad_norm", "passage_grad_norm", "bank_fill", "bank_age_mean",
+    "bank_age_max", "peak_memory", "drift_query_cosine", "drift_passage_cosine", "drift",
 )  # fmt: skip
 DEFAULTS = flat(asdict(TrainConfig()))
 PLACES = ("output_dir", "data.train", "data.dev", "model.name", "resume")
@@ -87,11 +87,7 @@ def main() -> None:
     queries: dict[str, list[str]] = {}
     lines = []
     for file in sorted(chosen.runs.glob("*/runs/*")):
-        if file.suffix == ".json":  # of heads.py
-            line = read_json(file)
-            line["per_query"] = in_order(queries, line["test"], line["per_query"])
-            lines.append(line)
-        elif (file / METRICS_FILE).is_file() or (file / TUNED_FILE).is_file():
+        if (file / METRICS_FILE).is_file() or (file / TUNED_FILE).is_file():
             lines.append(packed(load_run_record(file), queries, file.parent.parent.name))
     with open(chosen.out, "wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as file:
         for line in [queries, *lines]:

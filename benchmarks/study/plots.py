@@ -41,7 +41,8 @@ BANKS = {
 
 
 def points(studies: Studies, name: str) -> dict[str, list[tuple[float, float, float]]]:
-    """Return (seconds, mean score, standard deviation over seeds) of every budget, by method, in the order of time."""
+    """Return (seconds, mean score, standard deviation over seeds) of every budget, by method, in
+    the order of time."""
     found: dict[str, list[tuple[float, float, float]]] = {method: [] for method in LABELS}
     for budget in BUDGETS:
         for setting, group in chosen_on_dev(studies.get(f"{name}-{budget}", [])).items():
@@ -82,7 +83,8 @@ def draw_time(studies: Studies) -> Figure:
 
 
 def draw_drift(studies: Studies) -> Figure:
-    """Draw the difference between training with and without a bank, one line for each kind of bank."""
+    """Draw the difference between training with and without a bank, one line for each kind of
+    bank."""
     figure = Figure(figsize=(5.6, 3.4), layout="constrained")
     axes = figure.add_subplot()
     found = by_rate(studies["medquad-49152f"]).values()

@@ -3,8 +3,7 @@
 #   MODEL=DIR MEDQUAD=BEIR_DIR SCIFACT=BEIR_DIR bash benchmarks/study/run.sh [PART...]
 # Parts: medquad (four methods at M = N, learning rates tuned on dev), aged (rows weighed by age), scifact (both), bank (M = 8 N),
 # switches, all_methods (passage_bank), tied (towers that share their weights), six (MODEL6, another encoder, at RATE6), n128
-# (N = 128), time (updates that fit into grad_cache's time), hybrid (with age), cut (micro-batches by tokens), heads (many settings and
-# seeds on small towers over frozen vectors, see heads.py), demo.
+# (N = 128), time (updates that fit into grad_cache's time), hybrid (with age), cut (micro-batches by tokens), demo.
 # MODEL: encoder folder. SEEDS (5), RATES (1e-4,2e-4,4e-4,8e-4), METHODS of the first part, OUT (runs/study), DEVICE (cpu),
 # PRECISION (fp32).
 # FULL=1: configs/study/full.yaml and whole corpora instead of configs/study/short.yaml and cut ones; RATES are then
@@ -61,7 +60,7 @@ rate() { # rate NAME METHOD: the learning rate that comparison NAME chose for ME
     basename "$(dirname "$found")" | sed 's/.*learning_rate=//; s/-seed0//'
 }
 
-for part in ${*:-medquad aged scifact bank switches all_methods tied n128 time hybrid cut heads demo}; do
+for part in ${*:-medquad aged scifact bank switches all_methods tied n128 time hybrid cut demo}; do
     echo "== $part" >&2
     case $part in
         medquad)
@@ -132,18 +131,12 @@ for part in ${*:-medquad aged scifact bank switches all_methods tied n128 time h
             MODEL=$MODEL6 compare six medquad --methods grad_cache --seeds "$seeds" --optim.learning_rate "$own" --baselines untrained
             MODEL=$MODEL6 compare six-aged medquad --methods cont_accum "${aged[@]}" --seeds "$seeds" --optim.learning_rate "$own"
             ;;
-        heads)
-            for name in medquad scifact; do
-                python benchmarks/study/heads.py --data "$(data "$name")" --model "$MODEL" --out "$out" --seeds "$seeds"
-            done
-            ;;
         demo)
-            PYTHONPATH=benchmarks python -c "import pathlib, invented_set; invented_set.write_invented_set(pathlib.Path('$out/data/demo'))"
-            demo=(compare --config configs/study/demo.yaml --replay.share 1 --optim.epochs 5 --data.train "$out/data/demo" --data.dev "$out/data/demo" --run.device "$device" --seeds "$seeds" --rungs 1 --tune optim.learning_rate=5e-4,1e-3,2e-3)
+            demo=(compare --config configs/demo.yaml --replay.share 1 --optim.epochs 5 --data.dev data/demo --run.device "$device" --seeds "$seeds" --rungs 1 --tune optim.learning_rate=5e-4,1e-3,2e-3)
             python -m contaccum "${demo[@]}" --methods grad_accum,grad_cache,cont_accum,cont_cache --bank.age_decay 0 \
                 --bank.row_weight all --output_dir "$out/demo"
             python -m contaccum "${demo[@]}" --methods cont_accum "${aged[@]}" --output_dir "$out/demo-aged" --baselines none
             ;;
-        *) fail "part $part: expected medquad, aged, scifact, bank, switches, all_methods, tied, six, n128, time, hybrid, cut, heads or demo" ;;
+        *) fail "part $part: expected medquad, aged, scifact, bank, switches, all_methods, tied, six, n128, time, hybrid, cut or demo" ;;
     esac
 done

@@ -114,7 +114,8 @@ def dev_score(runs: Sequence[RunRecord]) -> float:
 
 
 def best_rates(runs: Sequence[RunRecord]) -> dict[str, RunGroup]:
-    """Return each setting at the learning rate that is best on dev, over the seeds that all its rates have."""
+    """Return each setting at the learning rate that is best on dev, over the seeds that all its
+    rates have."""
     by_setting: dict[str, dict[str, RunGroup]] = {}
     for name, group in groups(runs, rate=True).items():
         if group.per_query():
@@ -127,7 +128,8 @@ def best_rates(runs: Sequence[RunRecord]) -> dict[str, RunGroup]:
 
 
 def against(chosen: dict[str, RunGroup], reference: str, times: bool = False) -> Table:
-    """Compare every group with the reference over their common seeds: mean, sd, difference, effect size, p values."""
+    """Compare every group with the reference over their common seeds: mean, sd, difference, effect
+    size, p values."""
     base = chosen[reference]
     found = {}
     for name, group in chosen.items():
@@ -156,10 +158,12 @@ def against(chosen: dict[str, RunGroup], reference: str, times: bool = False) ->
         mean, deviation = group.score(METRIC)
         one = found.get(name)
         row = [
-            name, f"{group.setting(RATE):g}" if group.method else "-", str(len(group.runs)) if group.method else "-",
-            number(mean), number(deviation), "" if one is None else f"{one.difference:+.4f}",
+            name, f"{group.setting(RATE):g}" if group.method else "-",
+            str(len(group.runs)) if group.method else "-", number(mean), number(deviation),
+            "" if one is None else f"{one.difference:+.4f}",
             "" if one is None else f"{one.effect:+.2f}", "" if one is None else p(perm[name]),
-            "" if one is None or name not in both else p(both[name]), number(group.median("grad_norm_ratio"), ".2f"),
+            "" if one is None or name not in both else p(both[name]),
+            number(group.median("grad_norm_ratio"), ".2f"),
         ]  # fmt: skip
         if times:
             seconds, own = quickest(group), quickest(base)
@@ -173,7 +177,8 @@ def against(chosen: dict[str, RunGroup], reference: str, times: bool = False) ->
 
 
 def quickest(group: RunGroup) -> float | None:
-    """Return the seconds per step of the least disturbed run, because other jobs shared the machine."""
+    """Return the seconds per step of the least disturbed run, because other jobs shared the
+    machine."""
     return min((median for run in group.runs if (median := run.median("seconds"))), default=None)
 
 
@@ -192,7 +197,8 @@ def p(value: float) -> str:
 
 
 def rates(runs: Sequence[RunRecord]) -> Table:
-    """Return the test mean of every setting and learning rate, with standard deviation and seeds in parentheses."""
+    """Return the test mean of every setting and learning rate, with standard deviation and seeds in
+    parentheses."""
     table: dict[str, dict[float, str]] = {}
     for group in groups(runs, rate=True).values():
         mean, deviation = group.score(METRIC)
@@ -233,12 +239,14 @@ def order(studies: Studies, name: str) -> Table:
 
 
 def quality(studies: Studies, name: str) -> Table:
-    """Compare quality without times, because only some of these runs had the machine to themselves."""
+    """Compare quality without times, because only some of these runs had the machine to
+    themselves."""
     return against(best_rates(encoders(studies, name)), "grad_cache")
 
 
 def discounted(studies: Studies, name: str) -> Table:
-    """Compare `cont_accum` with age decay with `cont_accum` as published, each at its best learning rate."""
+    """Compare `cont_accum` with age decay with `cont_accum` as published, each at its best learning
+    rate."""
     chosen = best_rates(encoders(studies, name))
     return against(
         {setting: group for setting, group in chosen.items() if setting.startswith("cont_accum")},
@@ -282,7 +290,8 @@ def longer(studies: Studies, name: str) -> Table:
 
 
 def chosen_on_dev(runs: Sequence[RunRecord]) -> dict[str, RunGroup]:
-    """Return each setting with the N and rate that are best on dev, of those with several seeds, and the baselines."""
+    """Return each setting with the N and rate that are best on dev, of those with several seeds,
+    and the baselines."""
     chosen: dict[str, RunGroup] = {}
     for name, group in groups(runs, rate=True).items():
         setting = re.sub(r" (global_batch_size|lr)=\S+", "", name)
@@ -324,7 +333,8 @@ def options(studies: Studies, name: str) -> Table:
 
 
 def longer_reference(studies: Studies, name: str) -> Table:
-    """Compare the methods after 6,144 forward passes with the reference after 7,168, on another device."""
+    """Compare the methods after 6,144 forward passes with the reference after 7,168, on another
+    device."""
     found = {
         setting: group
         for setting, group in chosen_on_dev(studies[name.replace("7168f", "6144f")]).items()
@@ -339,7 +349,8 @@ SETS = {"medquad": "MedQuAD", "scifact": "SciFact", "xquad": "XQuAD"}
 
 
 def all_sets(studies: Studies, _: str) -> Table:
-    """Return the differences from the reference after the same training time, with 95 % intervals over queries."""
+    """Return the differences from the reference after the same training time, with 95 % intervals
+    over queries."""
     cells: dict[str, list[str]] = {}
     for study in SETS:
         table = longer_reference(studies, f"{study}-7168f")
@@ -361,7 +372,8 @@ def all_sets(studies: Studies, _: str) -> Table:
 
 
 def strongest(studies: Studies, name: str) -> Table:
-    """Compare the methods after 6,144 forward passes with the best `grad_cache` of all learning rates and N."""
+    """Compare the methods after 6,144 forward passes with the best `grad_cache` of all learning
+    rates and N."""
     found = {
         setting: group for setting, group in chosen_on_dev(studies[name]).items() if group.method
     }
@@ -389,7 +401,8 @@ def less_time(studies: Studies, name: str) -> Table:
 def with_cost(
     found: dict[str, RunGroup], shown: Sequence[str] = ("updates", "seconds", "peak MiB")
 ) -> Table:
-    """Compare every group with the reference, with N and the costs of a run, as means over seeds."""
+    """Compare every group with the reference, with N and the costs of a run, as means over
+    seeds."""
     table = against(found, "grad_cache")
     rows = []
     for row in table.rows:
@@ -416,7 +429,8 @@ def by_rate(runs: Sequence[RunRecord]) -> dict[float, dict[str, RunGroup]]:
 
 
 def drift_per_step(group: RunGroup) -> float | None:
-    """Return 1 - cosine of stored and present vectors of passages, per step of age: the mean over training of the oldest rows."""
+    """Return 1 - cosine of stored and present vectors of passages, per step of age: the mean over
+    training of the oldest rows."""
     oldest = [step["drift"][0] for run in group.runs for step in run.steps if step.get("drift")]
     return statistics.mean((1 - one["passage"]) / one["age"] for one in oldest) if oldest else None
 
@@ -485,7 +499,7 @@ def heads_rates(studies: Studies, name: str) -> Table:
 
 
 def heads_switches(studies: Studies, name: str) -> Table:
-    """Compare one change each with the unchanged setting at the learning rate of configs/study/heads.yaml."""
+    """Compare one change each with the unchanged setting at the learning rate 3e-4."""
     plain = {f"cont_accum-size={size}-learning_rate=3e-4" for size in (64, 512)}
     runs = [run for run in studies[name] if re.sub(r"-seed\d+$", "", run.name) in plain]
     runs += some(
@@ -513,7 +527,8 @@ def heads_longer(studies: Studies, name: str) -> Table:
 
 
 def heads_balance(studies: Studies, name: str) -> Table:
-    """Correlate |log ratio| of the gradient norms with quality: Spearman's rank correlation over settings."""
+    """Correlate |log ratio| of the gradient norms with quality: Spearman's rank correlation over
+    settings."""
     from scipy import stats
 
     rows = []
@@ -534,10 +549,15 @@ def heads_balance(studies: Studies, name: str) -> Table:
 def heads_drift(studies: Studies, name: str) -> Table:
     """Return how far passages move within four updates, and the share of the common shift."""
     rows = [
-        [label(run)[len("drift ") :], f"{run.config[RATE]:g}", number(run.median("drift_passage_cosine"), ".3f"),
-         number(run.median("drift_common_share"), ".2f"), number(run.score(METRIC))]
+        [
+            label(run)[len("drift ") :],
+            f"{run.config[RATE]:g}",
+            number(run.median("drift_passage_cosine"), ".3f"),
+            number(run.median("drift_common_share"), ".2f"),
+            number(run.score(METRIC)),
+        ]
         for run in some(studies[name], r"drift .*")
-    ]  # fmt: skip
+    ]
     return Table(["setting", "lr", "cosine after 4 updates", "share of one shift", METRIC], rows)
 
 
@@ -566,25 +586,48 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
     "time": (longer, "time-aged"),
     "time-scifact": (longer, "time-scifact-aged"),
     **{f"{study}-75s": (equal_time, f"{study}-75s") for study in ("medquad", "scifact")},
-    **{f"{study}-6144f": (equal_cost, f"{study}-6144f") for study in ("medquad", "scifact", "xquad")},
-    **{f"{study}-7168f": (longer_reference, f"{study}-7168f") for study in ("medquad", "scifact", "xquad")},
+    **{
+        f"{study}-6144f": (equal_cost, f"{study}-6144f")
+        for study in ("medquad", "scifact", "xquad")
+    },
+    **{
+        f"{study}-7168f": (longer_reference, f"{study}-7168f")
+        for study in ("medquad", "scifact", "xquad")
+    },
     "medquad-49152f": (large_banks, "medquad-49152f"),
     "7168f": (all_sets, "medquad-7168f"),
     "medquad-strongest": (strongest, "medquad-6144f"),
-    **{name: (equal_cost, name) for name in ("medquad-24576f", "scifact-24576f", "xquad-24576f", "medquad-guide", "demo-80000f")},
+    **{
+        name: (equal_cost, name)
+        for name in (
+            "medquad-24576f",
+            "scifact-24576f",
+            "xquad-24576f",
+            "medquad-guide",
+            "demo-80000f",
+        )
+    },
     **{f"{study}-options": (options, f"{study}-options") for study in ("medquad", "scifact")},
     **{f"{study}-52s": (less_time, f"{study}-52s") for study in ("medquad", "scifact")},
-    **{f"{study}-4096f": (less_time, f"{study}-4096f") for study in ("medquad", "scifact", "xquad")},
+    **{
+        f"{study}-4096f": (less_time, f"{study}-4096f") for study in ("medquad", "scifact", "xquad")
+    },
     "cache-aged": (hybrid, "cache-aged"),
     **{
         f"{study}-{name}": (make, study)
         for study in ("heads-medquad", "heads-scifact")
         for name, make in (
-            ("order", heads_order), ("rates", heads_rates), ("switches", heads_switches), ("age", heads_age),
-            ("ideas", heads_ideas), ("longer", heads_longer), ("balance", heads_balance), ("drift", heads_drift),
+            ("order", heads_order),
+            ("rates", heads_rates),
+            ("switches", heads_switches),
+            ("age", heads_age),
+            ("ideas", heads_ideas),
+            ("longer", heads_longer),
+            ("balance", heads_balance),
+            ("drift", heads_drift),
         )
     },
-}  # fmt: skip
+}
 
 
 MARKED = re.compile(r"(?<=<!-- table: )(\S+)( -->\n\n)((?:\|[^\n]*\n)*)")

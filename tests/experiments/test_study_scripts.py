@@ -1,4 +1,5 @@
-"""Scripts of docs/results/study.md: reduced data, changed methods, packed runs, and equality of the page's tables."""
+"""Scripts of docs/results/study.md: reduced data, changed methods, packed runs, and equality of the
+page's tables."""
 
 import gzip
 import json
@@ -7,83 +8,24 @@ import sys
 from pathlib import Path
 
 import cut
-import heads
-import numpy as np
 import pack
 import plots
 import pytest
 import tables
-import torch
 import yaml
-from helpers import make_bank, train_config, write_beir
-from ideas import Idea, Variant
+from helpers import train_config, write_beir
 
-from contaccum.batch import MicroBatch, RowIds, Tokens
+from contaccum.cli import main as cli
 from contaccum.config import validate
 from contaccum.experiments.settings import read_settings
 from contaccum.experiments.tuning import limited, parse_budget, rung_shares
-from contaccum.methods import METHODS
-from contaccum.methods.loss import InfoNCE
 
 ROOT = Path(__file__).parent.parent.parent
-DIM, B, M = 8, 4, 20
-SAME = 2e-5
 
 
 def call(monkeypatch, main, *arguments: object) -> None:
     monkeypatch.setattr(sys, "argv", ["script", *map(str, arguments)])
     main()
-
-
-def steps(count: int = 6, micro_batches: int = 3) -> list[list[MicroBatch]]:
-    """Return steps of pairs of 30 texts per tower, with repeated passages and some second known positives."""
-    random = np.random.default_rng(0)
-
-    def tokens(numbers: np.ndarray) -> Tokens:
-        ids = torch.from_numpy(numbers).reshape(-1, 1)
-        return Tokens(ids, torch.ones_like(ids))
-
-    def batch() -> MicroBatch:
-        queries, passages = random.integers(30, size=B), random.integers(30, size=(B, 1))
-        known = np.concatenate([passages, random.integers(-1, 30, size=(B, 1))], axis=1)
-        ids = RowIds(torch.from_numpy(passages), torch.from_numpy(known))
-        return MicroBatch(tokens(queries), tokens(passages), ids, [""] * B)
-
-    return [[batch() for _ in range(micro_batches)] for _ in range(count)]
-
-
-def gradients(method, **options) -> torch.Tensor:
-    """Return the gradients of all weights at every step of plain gradient descent."""
-    torch.manual_seed(0)
-    towers = heads.Towers(DIM, 0.1)
-    vectors = tuple(torch.nn.functional.normalize(torch.randn(30, DIM), dim=1) for _ in range(2))
-    engine, loss = heads.Engine(towers, vectors, 0), InfoNCE(0.2)
-    bank = make_bank(M, DIM, loss, push=B, **options)
-    optimizer, found = torch.optim.SGD(towers.parameters(), lr=3.0), []
-    for number, batches in enumerate(steps()):
-        engine.step = number
-        method(engine, batches, bank, loss)
-        found.append(torch.cat([p.grad.flatten() for p in towers.parameters()]))
-        optimizer.step()
-        optimizer.zero_grad()
-        bank.end_step()
-    return torch.stack(found)
-
-
-@pytest.mark.parametrize(
-    ("idea", "options"),
-    [(Idea(), {}), (Idea(), {"row_weight": "current"}), (Idea(decay=0.7), {"age_decay": 0.7})],
-)
-def test_default_idea_equals_cont_accum(idea, options):
-    ours = gradients(METHODS["cont_accum"], **options)
-    theirs = gradients(Variant(idea, M, options.get("row_weight", "all")))
-    assert (ours - theirs).abs().max() < SAME * ours.abs().max()
-
-
-@pytest.mark.parametrize("name", heads.IDEAS)
-def test_each_idea_changes_the_gradients(name):
-    plain = gradients(METHODS["cont_accum"])
-    assert (gradients(Variant(heads.IDEAS[name], M)) - plain).abs().max() > 1e-3 * plain.abs().max()
 
 
 @pytest.fixture
@@ -222,41 +164,30 @@ def test_study_settings_can_be_trained_in_every_rung(name, budget):
             assert config.bank_size() == 0 or steps > config.bank.warmup_steps
 
 
-def test_packed_runs_on_frozen_embeddings_can_be_read_again(data, tmp_path, monkeypatch):
-    few = {
-        "optim.max_steps": 3,
-        "batch.global_batch_size": 16,
-        "batch.micro_batch_size": 4,
-        "bank.size": 16,
+@pytest.mark.acceptance
+def test_packed_runs_of_a_comparison_can_be_read_again(data, tmp_path, monkeypatch):
+    splits = {f"--data.{part}": data / part for part in ("train", "dev")}
+    options = {
+        **splits,
+        "--test": data / "test",
+        "--methods": "grad_cache,cont_accum",
+        "--seeds": 2,
+        "--output_dir": tmp_path / "runs" / "small",
+        "--baselines": "none",
+        "--optim.max_steps": 3,
+        "--batch.global_batch_size": 16,
+        "--model.tiny_width": 32,
+        "--batch.micro_batch_size": 4,
+        "--model.name": "tiny",
+        "--bank.size": 16,
     }
-    cases = [(name, {**few, "method": name}, Idea()) for name in ("grad_cache", "cont_accum")]
-    monkeypatch.setattr(heads, "PARTS", {"few": lambda: iter(cases)})
-    monkeypatch.chdir(ROOT)
-    vectors = tmp_path / "runs" / "heads-small" / "vectors"
-    vectors.mkdir(parents=True)
-    random = np.random.default_rng(0)
-    for split in ("train", "dev", "test"):
-        for side, file in (("queries", "queries"), ("passages", "corpus")):
-            rows = random.standard_normal((len(lines(data / split / f"{file}.jsonl")), DIM)).astype(
-                np.float32
-            )
-            np.save(
-                vectors / f"{split}-{side}.npy", rows / np.linalg.norm(rows, axis=1, keepdims=True)
-            )
-    arguments = ("--data", data, "--model", "none", "--out", tmp_path / "runs", "--seeds", 2)
-    call(monkeypatch, heads.main, *arguments)
-    found = sorted(path.name for path in (tmp_path / "runs" / "heads-small" / "runs").iterdir())
-    assert found == [
-        f"{name}-seed{seed}.json" for name in ("cont_accum", "grad_cache") for seed in (0, 1)
-    ]
+    assert cli(["compare", *(str(part) for option in options.items() for part in option)]) == 0
     call(monkeypatch, pack.main, tmp_path / "runs", tmp_path / "study.jsonl.gz")
-    runs = tables.read_pack(tmp_path / "study.jsonl.gz")["heads-small"]
+    runs = tables.read_pack(tmp_path / "study.jsonl.gz")["small"]
     assert [run.config["method"] for run in runs] == ["cont_accum"] * 2 + ["grad_cache"] * 2
     for run in runs:
         per_query = [values["ndcg@10"] for values in run.metrics["per_query"].values()]
         assert sum(per_query) / len(per_query) == pytest.approx(run.score("ndcg@10"), abs=1e-4)
-    table = tables.against(tables.best_rates(runs), "grad_cache")
-    assert sorted(row[0] for row in table.rows) == ["cont_accum", "grad_cache"]
 
 
 def test_run_name_consists_of_setting_rate_and_seed():
