@@ -1,4 +1,5 @@
-"""Shared parts of the benchmarks: options, machine description, interleaved timing, peak memory, tables and JSON.
+"""Shared parts of the benchmarks: options, machine description, interleaved timing, peak memory,
+tables and JSON.
 
 Each script runs as ``python benchmarks/NAME.py [--json OUT] [--quick]`` and prints a Markdown
 table. ``--json OUT`` writes the figures to OUT and the table to the same name with the ending .md.
@@ -91,7 +92,8 @@ def add_real_texts(parser: argparse.ArgumentParser) -> None:
 
 
 def texts_of_training(args: argparse.Namespace) -> dict[str, Any]:
-    """Return a Trainee's texts and length limits as ``--real_texts`` says; empty for random texts."""
+    """Return a Trainee's texts and length limits as ``--real_texts`` says; empty for random
+    texts."""
     return (
         {"texts": pairs_of_set(args.real_texts, args.pairs), "lengths": REAL_LENGTHS}
         if args.real_texts
@@ -199,7 +201,8 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def product_speed(device: torch.device, precision: str) -> float:
-    """Return the floating-point operations per second of a large matrix product, the median of five."""
+    """Return the floating-point operations per second of a large matrix product, the median of
+    five."""
     size = 8192 if device.type == "cuda" else 1024
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     left, right = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))
@@ -273,7 +276,8 @@ def _text(cell: Any) -> str:
 def publish(
     args: argparse.Namespace, title: str, parts: list[str], figures: dict[str, Any]
 ) -> None:
-    """Print title, tables and environment as Markdown; with ``--json`` also write them and the figures."""
+    """Print title, tables and environment as Markdown; with ``--json`` also write them and the
+    figures."""
     place = environment()
     versions = ", ".join(f"{name} {version}" for name, version in place["versions"].items())
     machine = f"{place['gpu']}, " if place["gpu"] and args.device == "auto" else ""
@@ -321,7 +325,8 @@ def whole_words(tokenizer: Any) -> list[str]:
 def pairs_of_texts(
     tokenizer: Any, count: int, seed: int = 0, most: int = 512
 ) -> tuple[list[str], list[str]]:
-    """Return ``count`` random queries and passages of QUERY_TOKENS and PASSAGE_TOKENS tokens, or the model's limit."""
+    """Return ``count`` random queries and passages of QUERY_TOKENS and PASSAGE_TOKENS tokens, or
+    the model's limit."""
     words = whole_words(tokenizer)
     queries = made_texts(count, min(QUERY_TOKENS, most) - 2, words, 2 * seed)
     return queries, made_texts(count, min(PASSAGE_TOKENS, most) - 2, words, 2 * seed + 1)
@@ -339,7 +344,8 @@ def pairs_of_set(folder: str, count: int) -> tuple[list[str], list[str]]:
 
 
 class Trainee:
-    """Encoder with tied towers, its optimizer, and pairs; each call of ``update`` is one optimizer step.
+    """Encoder with tied towers, its optimizer, and pairs; each call of ``update`` is one optimizer
+    step.
 
     compile: whether to compile the encoder. texts: queries and passages, truncated to ``lengths``.
     Default: random texts of these lengths. replay_share: share of the texts that ``cont_cache`` and
@@ -401,7 +407,8 @@ class Trainee:
         ]
 
     def cut(self, micro: int) -> list[MicroBatch]:
-        """Return the pairs as micro-batches of ``micro`` pairs per process: this process's padded texts and all ids."""
+        """Return the pairs as micro-batches of ``micro`` pairs per process: this process's padded
+        texts and all ids."""
         return self._micro_batches(partition_by_pairs(self.pairs, micro, self.engine.world))
 
     def cut_by_tokens(self, budget: int) -> list[MicroBatch]:
@@ -422,7 +429,8 @@ class Trainee:
         return batches
 
     def operations(self) -> float:
-        """Return the floating-point operations of one forward and one backward pass over all pairs, without padding.
+        """Return the floating-point operations of one forward and one backward pass over all pairs,
+        without padding.
 
         Linear layers: 2 per weight and token. Attention: 4 * hidden size per layer and pair of
         tokens of a text. The backward pass costs twice the forward pass.

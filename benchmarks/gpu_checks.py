@@ -1,4 +1,5 @@
-"""Checks of training on the device at hand: precisions, out-of-memory recovery, resume, synchronisations and kernels.
+"""Checks of training on the device at hand: precisions, out-of-memory recovery, resume,
+synchronisations and kernels.
 
     python benchmarks/gpu_checks.py --check precision|shrink|resume|stalls --model DIR --data
     BEIR_DIR [--json OUT] [--quick]
@@ -28,7 +29,6 @@ from typing import Any
 
 import torch
 from common import make_parser, publish, table
-from invented_set import write_invented_set
 from safetensors.torch import load_file
 
 from contaccum.cli import main as command_line
@@ -38,6 +38,7 @@ from contaccum.training.log import read_log
 from contaccum.training.loop import Training, train
 
 ROOT = Path(__file__).resolve().parent.parent
+DEMO = str(ROOT / "data" / "demo")
 NEAR = 0.05
 """Largest difference of ndcg@10 between fp32 and half precision."""
 SAME_LOSS = 1e-2
@@ -54,12 +55,15 @@ def options(settings: dict[str, object]) -> list[str]:
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
 
-def invented(folder: Path, settings: dict[str, object]) -> list[str]:
-    """Return the call that trains ``cont_accum`` on the set of invented words, with its config and other settings."""
-    data = write_invented_set(folder.parent / "invented")
-    config = ["--config", str(ROOT / "configs" / "study" / "demo.yaml")]
-    changes = {"data.train": data, "method": "cont_accum", "optim.epochs": 5} | settings
-    return ["train", *config, "--output_dir", str(folder), *options(changes)]
+def demo(folder: Path, settings: dict[str, object]) -> list[str]:
+    """Return the call that trains ``cont_accum`` on the demo set, with the set's config and other
+    settings."""
+    config = ["--config", str(ROOT / "configs" / "demo.yaml"), "--output_dir", str(folder)]
+    return [
+        "train",
+        *config,
+        *options({"data.train": DEMO, "method": "cont_accum", "optim.epochs": 5} | settings),
+    ]
 
 
 def contaccum(*call: str, success: bool = True) -> int:
@@ -92,7 +96,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def check_precision(args: Any, scratch: Path) -> Findings:
-    """Train on the set of invented words in fp32, bf16 and fp16; ndcg@10 must agree."""
+    """Train the demo set in fp32, bf16 and fp16; ndcg@10 must agree."""
     rows, found = [], {}
     for precision in ("fp32", "bf16", "fp16"):
         folder = scratch / precision
@@ -104,7 +108,7 @@ def check_precision(args: Any, scratch: Path) -> Findings:
             **short,
         }
         on_cpu = encoding_device(args.device).type == "cpu"
-        if contaccum(*invented(folder, settings), success=precision != "fp16" or not on_cpu):
+        if contaccum(*demo(folder, settings), success=precision != "fp16" or not on_cpu):
             rows.append([precision, "not available on a CPU", "", ""])
             continue
         metrics = folder / "metrics.json"
@@ -112,7 +116,7 @@ def check_precision(args: Any, scratch: Path) -> Findings:
             "--model",
             str(folder / "model"),
             "--data",
-            str(scratch / "invented"),
+            DEMO,
             "--output",
             str(metrics),
             "--device",
@@ -132,9 +136,11 @@ def check_precision(args: Any, scratch: Path) -> Findings:
 def check_shrink(args: Any, scratch: Path) -> Findings:
     """Train with enough memory and with too little for the micro-batch size; losses must agree."""
     settings = {
-        "method": "grad_cache", "data.train": args.data, "model.name": args.model, "model.dropout": 0, "model.tie_towers": True,
-        "model.max_query_length": 64, "model.max_passage_length": 256, "batch.global_batch_size": 64,
-        "batch.micro_batch_size": 64, "optim.max_steps": 3, "run.device": args.device, "run.save_steps": 0,
+        "method": "grad_cache", "data.train": args.data, "model.name": args.model,
+        "model.dropout": 0, "model.tie_towers": True, "model.max_query_length": 64,
+        "model.max_passage_length": 256, "batch.global_batch_size": 64,
+        "batch.micro_batch_size": 64, "optim.max_steps": 3, "run.device": args.device,
+        "run.save_steps": 0,
     }  # fmt: skip
     cuda = encoding_device(args.device).type == "cuda"
     if not cuda:  # the tiny model, and a limit on the address space instead of the budget
@@ -178,7 +184,8 @@ def check_shrink(args: Any, scratch: Path) -> Findings:
 
 
 def check_resume(args: Any, scratch: Path) -> Findings:
-    """Stop a run by SIGTERM, resume it, and compare its weights with those of an uninterrupted run."""
+    """Stop a run by SIGTERM, resume it, and compare its weights with those of an uninterrupted
+    run."""
     steps, saved, stop = (8, 2, 3) if args.quick else (20, 5, 7)
     settings = {
         "run.device": args.device,
@@ -188,9 +195,9 @@ def check_resume(args: Any, scratch: Path) -> Findings:
     }
     settings |= SMALLEST if args.quick else {}
     whole, broken = scratch / "whole", scratch / "broken"
-    contaccum(*invented(whole, settings))
+    contaccum(*demo(whole, settings))
     with open(scratch / "stderr", "w") as stderr:
-        call = [sys.executable, "-m", "contaccum", *invented(broken, settings)]
+        call = [sys.executable, "-m", "contaccum", *demo(broken, settings)]
         process = subprocess.Popen(call, stderr=stderr, stdout=stderr)
         while process.poll() is None and len(losses(broken)) < stop:
             time.sleep(0.02)
@@ -202,9 +209,15 @@ def check_resume(args: Any, scratch: Path) -> Findings:
             f"the stopped run ended with exit code {code}, expected "
             f"143\n{(scratch / 'stderr').read_text()[-2000:]}"
         )
-    contaccum(*invented(broken, settings), "--resume")
-    weights = [{str(file.relative_to(folder)): load_file(file) for file in sorted(folder.rglob("model/*/model.safetensors"))
-                if "checkpoints" not in file.parts} for folder in (whole, broken)]  # fmt: skip
+    contaccum(*demo(broken, settings), "--resume")
+    weights = [
+        {
+            str(file.relative_to(folder)): load_file(file)
+            for file in sorted(folder.rglob("model/*/model.safetensors"))
+            if "checkpoints" not in file.parts
+        }
+        for folder in (whole, broken)
+    ]
     apart = max(
         float((weights[0][file][name] - tensor).abs().max())
         for file, tensors in weights[1].items()
@@ -251,7 +264,8 @@ def check_stalls(args: Any, scratch: Path) -> Findings:
 
 @contextmanager
 def counted_waits(waits: Counter[str], cuda: bool) -> Iterator[None]:
-    """Count the lines of code that wait for the GPU inside the ``with`` block: file and line -> number of waits."""
+    """Count the lines of code that wait for the GPU inside the ``with`` block: file and line ->
+    number of waits."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if cuda:
@@ -270,8 +284,9 @@ def count_step(method: str, args: Any, folder: Path) -> dict[str, Any]:
     pairs = 8 if method == "in_batch" or args.quick else 64
     batch = {"global_batch_size": pairs, "micro_batch_size": 4 if args.quick else 8}
     config = from_mapping({
-        "method": method, "output_dir": str(folder), "model": {"name": args.model, "max_passage_length": 128},
-        "data": {"train": args.data}, "batch": batch, "bank": {"size": 64 if args.quick else 1024},
+        "method": method, "output_dir": str(folder),
+        "model": {"name": args.model, "max_passage_length": 128}, "data": {"train": args.data},
+        "batch": batch, "bank": {"size": 64 if args.quick else 1024},
         "optim": {"max_steps": WARM_UP + COUNTED + 1},
         "run": {"device": args.device, "precision": args.precision, "save_steps": 0},
     })  # fmt: skip

@@ -1,4 +1,5 @@
-"""Count the device operations of each method outside the encoder, on the meta device, which holds no values.
+"""Count the device operations of each method outside the encoder, on the meta device, which holds
+no values.
 
     python benchmarks/launches.py [--json OUT] [--quick]
 
@@ -71,7 +72,8 @@ class MetaEngine:
 
 
 def operations(method: str, pairs: int, bank: Bank, first_id: int = 0) -> int:
-    """Return the number of operations of a micro-step, or of a whole step for the WHOLE_STEP methods."""
+    """Return the number of operations of a micro-step, or of a whole step for the WHOLE_STEP
+    methods."""
     ids = torch.arange(first_id, first_id + MICRO_STEPS * pairs).view(-1, pairs, 1)[
         : MICRO_STEPS if method in WHOLE_STEP else 1
     ]
@@ -85,7 +87,8 @@ def operations(method: str, pairs: int, bank: Bank, first_id: int = 0) -> int:
 
 
 def count(method: str, size: int, pairs: int, decay: float) -> dict[str, Any]:
-    """Return the operations per micro-step of a push that opens no block, of one that opens a block, and their mean."""
+    """Return the operations per micro-step of a push that opens no block, of one that opens a
+    block, and their mean."""
     share = MICRO_STEPS if method in WHOLE_STEP else 1
     push = pairs * share
     options = BankOptions(age_decay=decay, columns_only=method == "passage_bank")
@@ -122,9 +125,20 @@ def main() -> None:
               for size in sizes for pairs in micro for decay in (0.0, 0.1)]  # fmt: skip
     results = [count(*case) for case in cases]
     base = {row["pairs"]: row["mean"] for row in results[: len(micro)]}  # grad_accum
-    rows = [[row["method"], f"{row['size']:,}", str(row["pairs"]), f"{row['age_decay']:g}",
-             *("-" if row[name] is None else f"{row[name]:,.0f}" for name in ("plain", "opening", "mean")),
-             f"{row['mean'] - base[row['pairs']]:+,.0f}"] for row in results]  # fmt: skip
+    rows = [
+        [
+            row["method"],
+            f"{row['size']:,}",
+            str(row["pairs"]),
+            f"{row['age_decay']:g}",
+            *(
+                "-" if row[name] is None else f"{row[name]:,.0f}"
+                for name in ("plain", "opening", "mean")
+            ),
+            f"{row['mean'] - base[row['pairs']]:+,.0f}",
+        ]
+        for row in results
+    ]
     heads = ["method", "M", "B", "age decay", "no opening", "opening", "mean", "over grad_accum"]
     publish(
         args,

@@ -1,4 +1,5 @@
-"""Loss only: four blocks with cached log-sum-exps against the full matrix under autograd; time and memory over M.
+"""Loss only: four blocks with cached log-sum-exps against the full matrix under autograd; time and
+memory over M.
 
     python benchmarks/loss.py [--json OUT] [--quick]
 
@@ -60,7 +61,8 @@ class Case:
 
 
 def peak(case: Case, kind: str) -> int:
-    """Return the peak bytes of one call, cached log-sum-exps included, the bank's embeddings excluded."""
+    """Return the peak bytes of one call, cached log-sum-exps included, the bank's embeddings
+    excluded."""
     with PeakMemory(case.queries.device) as memory:
         getattr(case, kind)()
     return memory.bytes + (case.bank.sums.table.nbytes if kind == "incremental" else 0)

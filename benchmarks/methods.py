@@ -64,7 +64,8 @@ def openings(bank: Bank, push: int) -> float:
 
 
 def peak(trainee: Trainee, method: str, size: int) -> int:
-    """Return the peak bytes of one update, bank and cached sums included, encoder and optimizer excluded."""
+    """Return the peak bytes of one update, bank and cached sums included, encoder and optimizer
+    excluded."""
     with PeakMemory(trainee.engine.device) as memory:
         trainee.update(method, trainee.bank(method, size))
     return memory.bytes
@@ -126,8 +127,9 @@ def main() -> None:
         bank_bytes = sum(t.nbytes for t in (bank.passages, bank.queries) if t is not None)
         results.append({
             "method": name, "bank": size, "seconds": summary(seconds[key]), "ratio": against,
-            "with_openings": against["median"] + extra / base, "peak_bytes": peak(trainee, name, size),
-            "bank_bytes": bank_bytes, "mfu": operations / summary(seconds[key])["median"] / speed,
+            "with_openings": against["median"] + extra / base,
+            "peak_bytes": peak(trainee, name, size), "bank_bytes": bank_bytes,
+            "mfu": operations / summary(seconds[key])["median"] / speed,
         })  # fmt: skip
     plain = results[0]["peak_bytes"]
     rows = []
@@ -140,7 +142,8 @@ def main() -> None:
             f"{r['ratio']['median']:.3f} ({r['ratio']['min']:.3f} to "
             f"{r['ratio']['max']:.3f})", f"{r['with_openings']:.3f}",
             f"{r['mfu']:.1%}",
-            f"{r['peak_bytes'] / 2**20:.1f}", f"{bank_bytes / 2**20:.1f}", f"{over / bank_bytes:.2f}" if bank_bytes else "",
+            f"{r['peak_bytes'] / 2**20:.1f}", f"{bank_bytes / 2**20:.1f}",
+            f"{over / bank_bytes:.2f}" if bank_bytes else "",
         ])  # fmt: skip
     heads = [
         "method", "M", "seconds per "

@@ -1,9 +1,10 @@
-"""An update with contaccum's methods and with its peers: sentence-transformers' losses and the package GradCache.
+"""An update with contaccum's methods and with its peers: sentence-transformers' losses and the
+package GradCache.
 
     python benchmarks/peers.py [--model DIR] [--json OUT] [--quick]
 
     pip install sentence-transformers==6.2.0
-    pip install --no-deps --target gradcache GradCache==0.0.1      (optional, with --gradcache gradcache)
+    pip install --no-deps --target gradcache GradCache==0.0.1     (optional: --gradcache gradcache)
 
 Same weights, same made texts (queries of 16 tokens, passages of 128), tokenized before the clock
 starts, same dtype, AdamW with the same settings; all in one process, interleaved. With --real_texts
@@ -61,7 +62,8 @@ class Peer:
     def __init__(
         self, folder: str, trainee: Trainee, dropout: float | None, rate: float, flat: bool = False
     ) -> None:
-        """Load the model. flat: flatten the texts, if flash attention is installed and the precision is half."""
+        """Load the model. flat: flatten the texts, if flash attention is installed and the
+        precision is half."""
         self.device, self.precision = trainee.engine.device, trainee.engine.precision
         self.flat = flat and self.precision != "no" and is_flash_attn_2_available()
         attention = {"attn_implementation": "flash_attention_2"} if self.flat else {}
@@ -186,7 +188,8 @@ def make_cases(args: Any, folder: str, dropout: float | None, rate: float) -> di
 
 
 def token_budget(args: Any, folder: str, dropout: float | None, rate: float) -> dict[str, Any]:
-    """Return grad_cache and the cached loss with micro-batches of as many tokens as B pairs of full length have."""
+    """Return grad_cache and the cached loss with micro-batches of as many tokens as B pairs of full
+    length have."""
     given = (args.device, args.precision, args.pairs, args.micro, dropout, rate, True)
     trainee = Trainee(folder, *given, **texts_of_training(args))
     longest = (
@@ -269,13 +272,17 @@ def main() -> None:
     device = torch.device("cuda" if args.device == "auto" and torch.cuda.is_available() else "cpu")
     rows = [
         {
-            "name": name, "seconds": summary(own), "loss": losses.get(name), "peak_bytes": peak(cases[name], device),
-            "ratios": {other: ratio(seconds, name, other) for other in ("sentence-transformers, "
-                                                                        "cached", "contaccum "
-                                                                                  "grad_accum")},
+            "name": name,
+            "seconds": summary(own),
+            "loss": losses.get(name),
+            "peak_bytes": peak(cases[name], device),
+            "ratios": {
+                other: ratio(seconds, name, other)
+                for other in ("sentence-transformers, cached", "contaccum grad_accum")
+            },
         }
         for name, own in seconds.items()
-    ]  # fmt: skip
+    ]
     heads = [
         "update by",
         "seconds",

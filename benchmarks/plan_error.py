@@ -1,4 +1,5 @@
-"""Predicted against measured peak memory and time of a step: `contaccum plan` and real training at the size that it chose.
+"""Predicted against measured peak memory and time of a step: `contaccum plan` and real training at
+the size that it chose.
 
     python benchmarks/plan_error.py --data medquad [--model DIR] [--json OUT] [--quick]
 
@@ -52,7 +53,8 @@ CONFIGURATIONS = {
         "method": "cont_cache", "model": {"gradient_checkpointing": True},
     },
     "in_batch, N 24, 192 tokens": {
-        "method": "in_batch", "batch": {"micro_batch_size": 24}, "model": {"max_passage_length": 192},
+        "method": "in_batch", "batch": {"micro_batch_size": 24},
+        "model": {"max_passage_length": 192},
     },
 }  # fmt: skip
 """What differs from micro-batches of 16 pairs with at most 128 tokens a passage."""
@@ -74,7 +76,8 @@ def cut(source: Path, folder: Path) -> Path:
 
 
 def configuration(changes: dict, model: str, args: Any, folder: Path) -> TrainConfig:
-    """Return the default config with these changes; a step has two micro-batches, or one for `in_batch`."""
+    """Return the default config with these changes; a step has two micro-batches, or one for
+    `in_batch`."""
     values = asdict(TrainConfig(method=changes["method"], output_dir=str(folder)))
     values["model"] |= {"name": model, "max_passage_length": 128}
     values["data"] |= {"train": args.data, "repair": True}
@@ -104,11 +107,15 @@ def compare_with_training(config: TrainConfig) -> dict[str, float]:
     lines = [line for line in read_log(Path(config.output_dir)) if "seconds" in line]
     reserved = int(done.stdout.splitlines()[-1])
     return {
-        "predicted": plan.peak, "measured": reserved + plan.context if reserved else max(line["peak_memory"] for line in lines),
-        "stated_error": plan.error, "predicted_seconds": plan.step,
+        "predicted": plan.peak,
+        "measured": reserved + plan.context
+        if reserved
+        else max(line["peak_memory"] for line in lines),
+        "stated_error": plan.error,
+        "predicted_seconds": plan.step,
         "seconds": statistics.median(line["seconds"] for line in lines[-STEPS:]),
         "micro_batch_size": config.batch.micro_batch_size,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -126,8 +133,9 @@ def main() -> None:
             print(json.dumps(rows[-1]), file=sys.stderr)
     cells = [
         [
-            row["configuration"], row["predicted"] / 1e6, row["measured"] / 1e6, f"{row['predicted'] / row['measured']:.3f}",
-            f"{row['stated_error']:+.1%}", f"{row['predicted_seconds']:.3f}", f"{row['seconds']:.3f}",
+            row["configuration"], row["predicted"] / 1e6, row["measured"] / 1e6,
+            f"{row['predicted'] / row['measured']:.3f}", f"{row['stated_error']:+.1%}",
+            f"{row['predicted_seconds']:.3f}", f"{row['seconds']:.3f}",
             f"{row['predicted_seconds'] / row['seconds']:.2f}",
         ]
         for row in rows

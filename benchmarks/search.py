@@ -1,4 +1,5 @@
-"""Exact search against raw faiss and BEIR's two searchers: time, peak memory, and equality of the results.
+"""Exact search against raw faiss and BEIR's two searchers: time, peak memory, and equality of the
+results.
 
     python benchmarks/search.py [--rows N] [--json OUT] [--quick]
 
@@ -62,7 +63,8 @@ def write_shards(folder: Path, rows: int, dim: int, shard: int) -> None:
 
 
 class Precomputed:
-    """Model for BEIR with precomputed vectors; the corpus keeps its order because all texts have one length."""
+    """Model for BEIR with precomputed vectors; the corpus keeps its order because all texts have
+    one length."""
 
     def __init__(self, queries: np.ndarray, vectors: np.ndarray) -> None:
         self.queries, self.vectors = queries, vectors

@@ -18,7 +18,8 @@ from contaccum.data.dataset import open_dataset
 
 
 def use_folder(task: Any, folder: str) -> None:
-    """Let the task use the passages, queries and test judgements of a BEIR folder instead of its own."""
+    """Let the task use the passages, queries and test judgements of a BEIR folder instead of its
+    own."""
     judged = open_dataset(folder, "test").retrieval_set
     passages = [
         {"id": row["id"], "title": row["title"], "text": row["text"]} for row in judged.corpus

@@ -1,4 +1,5 @@
-"""Train a retriever with Lightning and a dual memory bank: batches of 8 pairs, compared with the 128 pairs before them.
+"""Train a retriever with Lightning and a dual memory bank: batches of 8 pairs, compared with the
+128 pairs before them.
 
     pip install '.[lightning]' python examples/lightning_contaccum.py --model
     sentence-transformers/all-MiniLM-L6-v2 --data pairs.jsonl

@@ -1,4 +1,5 @@
-"""Fine-tune a sentence-transformers model with a dual memory bank: batches of 8 pairs that meet the 128 pairs before them.
+"""Fine-tune a sentence-transformers model with a dual memory bank: batches of 8 pairs that meet the
+128 pairs before them.
 
     pip install '.[sentence-transformers]'
     python examples/sentence_transformers_contaccum.py

@@ -1,4 +1,5 @@
-"""Kill real runs at random moments (SIGKILL), restart them, and compare their results with an uninterrupted run.
+"""Kill real runs at random moments (SIGKILL), restart them, and compare their results with an
+uninterrupted run.
 
 usage: python scripts/kill_campaign.py --seed 0 [--train 50] [--encode 20] [--compare 10] [--folder
 DIR] Prints a Markdown table; exit code 1 if a run ends with other bytes or a finished shard is
@@ -89,8 +90,19 @@ def verbs(data: Path, model: Path, config: Path) -> dict[str, Verb]:
         return ["encode", *source, "--shard_size", "20", "--batch_tokens", "64"]
 
     def compare(output: Path, methods: str) -> list[str]:
-        return ["compare", "--config", str(config), "--methods", methods, "--seeds", "1", "--baselines", "bm25",
-                "--output_dir", str(output)]  # fmt: skip
+        return [
+            "compare",
+            "--config",
+            str(config),
+            "--methods",
+            methods,
+            "--seeds",
+            "1",
+            "--baselines",
+            "bm25",
+            "--output_dir",
+            str(output),
+        ]
 
     return {
         "train": Verb(train, METHODS, ("model/**/*",)),
@@ -174,7 +186,8 @@ def kill_once(verb: Verb, output: Path, variant: str, longest: float, draw: rand
 
 
 def kill(process: BaseProcess, with_children: bool) -> None:
-    """Send SIGKILL to a call, or also to the processes that it started, which have their own sessions."""
+    """Send SIGKILL to a call, or also to the processes that it started, which have their own
+    sessions."""
     children = psutil.Process(process.pid).children(recursive=True) if with_children else []
     os.killpg(process.pid, signal.SIGKILL)
     for child in children:

@@ -1,4 +1,5 @@
-"""Write contaccum/catalog/mteb.tsv from the installed MTEB: pip install mteb, then python scripts/mteb_names.py.
+"""Write contaccum/catalog/mteb.tsv from the installed MTEB: pip install mteb, then python
+scripts/mteb_names.py.
 
 Each line has a task's name, its repository on the Hub, the commit that MTEB pins, and its subsets.
 Tasks are skipped that are private, have more than text, or load their data with their own code,

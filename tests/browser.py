@@ -1,6 +1,8 @@
-"""Drives a headless Chromium through its DevTools protocol, over a pipe: no driver, no other package, no open port.
+"""Drives a headless Chromium through its DevTools protocol, over a pipe: no driver, no other
+package, no open port.
 
-https://chromedevtools.github.io/devtools-protocol: JSON messages that end with a zero byte, to file descriptor 3, from 4.
+https://chromedevtools.github.io/devtools-protocol: JSON messages that end with a zero byte, to
+file descriptor 3, from 4.
 """
 
 import base64
@@ -23,7 +25,8 @@ PATIENCE = 60.0
 
 
 def find_chromium() -> str | None:
-    """The browser of this machine: $CHROMIUM, else the first of the usual names; nothing where there is none."""
+    """The browser of this machine: $CHROMIUM, else the first of the usual names; nothing where
+    there is none."""
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
@@ -35,9 +38,10 @@ def opened(chromium: str, profile: Path) -> Iterator["Page"]:
     # the shell puts the ends where the browser expects them
     call = (
         f'exec "$0" "$@" 3<&{its_read} 4>&{its_write}',
-        chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe",
-        "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        "--hide-scrollbars", f"--user-data-dir={profile}", "about:blank",
+        chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        "--remote-debugging-pipe", "--no-first-run", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--hide-scrollbars",
+        f"--user-data-dir={profile}", "about:blank",
     )  # fmt: skip
     said = (profile.parent / "chromium.log").open("wb")
     browser = subprocess.Popen(

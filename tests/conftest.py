@@ -1,4 +1,5 @@
-"""Fixtures for the tests that read real data; each skips with its reason where the data is absent."""
+"""Fixtures for the tests that read real data; each skips with its reason where the data is
+absent."""
 
 import gc
 import os
@@ -33,7 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all modules and tests from garbage collection: each training run collects, which took a third of its time."""
+    """Exclude all modules and tests from garbage collection: each training run collects, which took
+    a third of its time."""
     gc.collect()
     gc.freeze()
 
@@ -54,13 +56,15 @@ def fresh_accelerate():
 
 @pytest.fixture
 def forked_workers(monkeypatch):
-    """Processes that a command starts with ``sys.executable`` are forked from one that has imported everything."""
+    """Processes that a command starts with ``sys.executable`` are forked from one that has imported
+    everything."""
     monkeypatch.setattr(sys, "executable", python())
 
 
 @pytest.fixture(scope="session")
 def forked_programs(tmp_path_factory) -> dict[str, str]:
-    """Environment for scripts: ``python`` and ``contaccum`` of its PATH are forked from one that has imported everything."""
+    """Environment for scripts: ``python`` and ``contaccum`` of its PATH are forked from one that
+    has imported everything."""
     folder = tmp_path_factory.mktemp("programs")
     for name in ("python", "python3"):
         (folder / name).symlink_to(python())

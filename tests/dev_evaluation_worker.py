@@ -1,4 +1,5 @@
-"""Job of test_processes.py: a dev evaluation; saves each process's metrics, best score and number of encoded passages.
+"""Job of test_processes.py: a dev evaluation; saves each process's metrics, best score and number
+of encoded passages.
 
 arguments: DATA OUTPUT
 """

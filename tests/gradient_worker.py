@@ -1,4 +1,5 @@
-"""A job of test_processes.py: three steps of every method on real batches; gradients, losses and banks go to a file.
+"""A job of test_processes.py: three steps of every method on real batches; gradients, losses and
+banks go to a file.
 
 arguments: DATA OUTPUT [REFERENCE]. Each step starts from the weights that it had in REFERENCE, the
 output of one process; else rounding, which weights take over from step to step, would be measured

@@ -38,8 +38,9 @@ def tiny_encoder(
     """Two one-layer towers, 32 wide."""
     torch.manual_seed(seed)
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=16, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=64, max_position_embeddings=16, hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     tokenizer = wordpiece_tokenizer([], 5)  # special tokens only
     query = Tower(BertModel(config), tokenizer, "mean")
@@ -143,7 +144,8 @@ def run_steps(
 
 
 def largest_difference(one: list[dict], other: list[dict]) -> float:
-    """Return the largest difference between two lists of gradients, relative to each step's largest gradient."""
+    """Return the largest difference between two lists of gradients, relative to each step's largest
+    gradient."""
     differences = []
     for left, right in zip(one, other, strict=True):
         assert left.keys() == right.keys()
@@ -186,7 +188,8 @@ def slow_loss(
     weight: str = "all",
     decay: float = 0.0,
 ):
-    """Compute the loss element by element: the mean over rows of the cross-entropy over current and bank columns.
+    """Compute the loss element by element: the mean over rows of the cross-entropy over current and
+    bank columns.
 
     decay: age penalty on a logit for each step between its row and column.
     """
@@ -221,7 +224,8 @@ def slow_loss(
 
 
 def write_beir(folder: Path, queries: int = 40) -> Path:
-    """Write a small BEIR folder; each query names a colour, an animal and a place, its passage describes them."""
+    """Write a small BEIR folder; each query names a colour, an animal and a place, its passage
+    describes them."""
     colours = ["red", "blue", "green", "white", "black"]
     animals = ["fox", "cat", "owl", "bear", "seal", "crow", "wolf", "hare"]
     (folder / "qrels").mkdir(parents=True)
@@ -284,7 +288,8 @@ def write_uneven_beir(folder: Path, queries: int = 40) -> Path:
 
 
 def write_scored_lines(data: Path) -> Path:
-    """Write the examples of a ``write_beir`` folder as lines of query, pos and neg with teacher scores."""
+    """Write the examples of a ``write_beir`` folder as lines of query, pos and neg with teacher
+    scores."""
     path = data / "scored.jsonl"
     convert(data, path, "jsonl")
     records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -295,7 +300,8 @@ def write_scored_lines(data: Path) -> Path:
 
 
 def train_config(data: Path, output: Path, method: str = "cont_accum", **changes) -> TrainConfig:
-    """Return the config of six steps of a tiny model; ``changes`` are settings by name, group.field."""
+    """Return the config of six steps of a tiny model; ``changes`` are settings by name,
+    group.field."""
     settings = {
         "method": method,
         "output_dir": str(output),
@@ -367,35 +373,35 @@ def open_train_set(
     scores: bool = False,
     **policy: int,
 ) -> TrainSet:
-    return open_dataset(path, split, DataPolicy(**policy)).train_set(hard_negatives, scores)  # type: ignore[arg-type]
+    return open_dataset(path, split, DataPolicy(**policy)).train_set(hard_negatives, scores)
 
 
 def open_retrieval_set(path: str | Path, split: str = "test", **policy: int) -> RetrievalSet:
-    return open_dataset(path, split, DataPolicy(**policy)).retrieval_set  # type: ignore[arg-type]
+    return open_dataset(path, split, DataPolicy(**policy)).retrieval_set
 
 
 def open_searchable_set(path: str | Path, split: str = "test", **policy: int) -> RetrievalSet:
-    return open_dataset(path, split, DataPolicy(**policy)).searchable_set  # type: ignore[arg-type]
+    return open_dataset(path, split, DataPolicy(**policy)).searchable_set
 
 
 def open_corpus(path: str | Path, **policy: int) -> Dataset:
-    return open_dataset(path, policy=DataPolicy(**policy)).corpus  # type: ignore[arg-type]
+    return open_dataset(path, policy=DataPolicy(**policy)).corpus
 
 
 def open_queries(path: str | Path, **policy: int) -> dict[str, str]:
-    return open_dataset(path, policy=DataPolicy(**policy)).queries  # type: ignore[arg-type]
+    return open_dataset(path, policy=DataPolicy(**policy)).queries
 
 
 def open_examples(path: str | Path, split: str = "train", **policy: int) -> ExampleTable:
-    return open_dataset(path, split, DataPolicy(**policy)).examples()  # type: ignore[arg-type]
+    return open_dataset(path, split, DataPolicy(**policy)).examples()
 
 
 def load_examples(path: Path, scores: bool = False, **policy: int) -> ExampleTable:
-    return examples.load_examples(path, DataPolicy(**policy), scores)  # type: ignore[arg-type]
+    return examples.load_examples(path, DataPolicy(**policy), scores)
 
 
 def judged_split(path: Path, split: str, **policy: int) -> JudgedSplit:
-    return retrieval_set.judged_split(path, split, DataPolicy(**policy))  # type: ignore[arg-type]
+    return retrieval_set.judged_split(path, split, DataPolicy(**policy))
 
 
 def read_corpus(path: Path) -> Iterator[Passage]:

@@ -1,4 +1,5 @@
-"""Job of test_partition.py: two steps of every method that partitions its step, by tokens; saves gradients and losses.
+"""Job of test_partition.py: two steps of every method that partitions its step, by tokens; saves
+gradients and losses.
 
 arguments: DATA OUTPUT. One process takes the joined micro-batches of two.
 """
@@ -20,8 +21,9 @@ from contaccum.runtime.engine import Engine
 from contaccum.training import parts
 
 CHANGES = {
-    "batch.micro_batch_tokens": 250, "batch.micro_batch_size": "auto", "data.hard_negatives": 1, "model.max_passage_length": 48,
-    "loss.matryoshka_dims": [8, 20], "loss.distillation": "kl", "loss.teacher_temperature": 2.0,
+    "batch.micro_batch_tokens": 250, "batch.micro_batch_size": 8, "data.hard_negatives": 1,
+    "model.max_passage_length": 48, "loss.matryoshka_dims": [8, 20], "loss.distillation": "kl",
+    "loss.teacher_temperature": 2.0,
 }  # fmt: skip
 
 

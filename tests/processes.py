@@ -1,4 +1,5 @@
-"""Processes for tests: a Python that starts in milliseconds, launches of several processes, faults, limits and small disks.
+"""Processes for tests: a Python that starts in milliseconds, launches of several processes, faults,
+limits and small disks.
 
 - ``python()`` returns an executable that behaves like ``python``, but is forked from a server that
   has imported everything.
@@ -319,7 +320,8 @@ def launch(job: Job, folder: Path, output: Path) -> Outcome:
 
 
 def become_rank(job: Job, rank: int, folder: Path, output: Path, receive: int, send: int) -> int:
-    """Run as process ``rank`` in the forked process, and exit. receive, send: ends of the pipe with the store's port."""
+    """Run as process ``rank`` in the forked process, and exit. receive, send: ends of the pipe with
+    the store's port."""
     os.close(send)  # so that reading ends if the launcher does
     port = int.from_bytes(os.read(receive, PORT_BYTES), "little")
     local = -(-job.processes // job.machines)
@@ -483,7 +485,8 @@ def encodes_few_texts_at_a_time(rank: int) -> None:
 
 
 def run_limited(megabytes: int, arguments: list[str]) -> int:
-    """Run the command line under a limit on the address space, so many MB above what the process has when training begins."""
+    """Run the command line under a limit on the address space, so many MB above what the process
+    has when training begins."""
     from contaccum.cli import main
     from contaccum.runtime.engine import Engine
 

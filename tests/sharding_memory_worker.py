@@ -1,4 +1,5 @@
-"""A job of test_sharding.py: bytes of weights, gradients and optimizer state in one process, and the peak of a step.
+"""A job of test_sharding.py: bytes of weights, gradients and optimizer state in one process, and
+the peak of a step.
 
 arguments: DATA OUTPUT. Texts are short, so that activations need little memory. ``peak at once`` is
 the peak of a step with one backward pass through both forward passes: the control.
@@ -97,5 +98,5 @@ def main(arguments: list[str]) -> None:
         ) as tensors:
             step(number)
         found[name] = tensors.peak
-        engine._separate.cut = lambda *outputs: outputs
+        engine._separate.cut = lambda output: output
     write_json(f"{output}.{engine.rank}.json", found)

@@ -1,4 +1,5 @@
-"""A job of test_sharding.py: two steps of every method, sharded if there are several processes; gradients go to a file.
+"""A job of test_sharding.py: two steps of every method, sharded if there are several processes;
+gradients go to a file.
 
 arguments: DATA OUTPUT MODEL [REFERENCE]. MODEL: tiny, or the folder of an encoder. Each step starts
 from the weights that it had in REFERENCE, the output of one process.
@@ -70,7 +71,6 @@ def two_steps(
     changes = {
         "model.name": model,
         "model.tie_towers": model != "tiny",
-        "run.precision": "fp32",
         "model.tiny_layers": 2,
         "data.hard_negatives": 1,
     }

@@ -1,4 +1,5 @@
-"""Trains with SentenceTransformerTrainer and ContAccumLoss; run by itself, or by processes.py in several processes."""
+"""Trains with SentenceTransformerTrainer and ContAccumLoss; run by itself, or by processes.py in
+several processes."""
 
 import json
 import sys
@@ -26,10 +27,12 @@ class InOrder(DefaultBatchSampler):
 
 
 def make_trainer(
-    model: str, rows: list[dict[str, str]], output: str, *, batch: int = 4, accumulate: int = 4, steps: int = 20,
-    loss: dict[str, Any] | None = None, callback: bool = True, eval_rows: list | None = None, **changes: Any,
+    model: str, rows: list[dict[str, str]], output: str, *, batch: int = 4, accumulate: int = 4,
+    steps: int = 20, loss: dict[str, Any] | None = None, callback: bool = True,
+    eval_rows: list | None = None, **changes: Any,
 ) -> tuple[SentenceTransformerTrainer, list[float]]:  # fmt: skip
-    """A trainer that meets the rows in their order with plain AdamW at a falling rate, and the losses that it will see."""
+    """A trainer that meets the rows in their order with plain AdamW at a falling rate, and the
+    losses that it will see."""
     encoder = SentenceTransformer(model, device="cpu")
     found: list[float] = []
     taken = ContAccumLoss(encoder, **{"bank_size": 24, **(loss or {})})

@@ -18,7 +18,8 @@ CONTEXT = {"title": "T", "text": "t", "passage_id": "1"}
 DPR = {"question": "who?", "answers": ["a"], "positive_ctxs": [CONTEXT], "hard_negative_ctxs": []}
 CONFIG = """\
 method: cont_accum
-model: {name: tiny, tiny_width: 32, tiny_layers: 1, tiny_vocabulary: 200, max_query_length: 16, max_passage_length: 16}
+model: {name: tiny, tiny_width: 32, tiny_layers: 1, tiny_vocabulary: 200,\
+        max_query_length: 16, max_passage_length: 16}
 data: {train: d}
 batch: {global_batch_size: 4, micro_batch_size: 2}
 bank: {size: 4}
@@ -127,7 +128,8 @@ LINES: dict[tuple[str, str, int], list[tuple[str, str]]] = {
         ("when?", "found 1 columns; each row needs two columns separated by a tab"),
         ("when?\t['b']\tc", "found 3 columns; each row needs two columns separated by a tab"),
         (" \t['b']", "the question is empty; each row needs two columns separated by a tab"),
-        *((f"when?\t{text}", ANSWERS) for text in ("", "one", "'one'", "[1, 2]", "[]", "{'a'}", "[['a']]", "['a")),
+        *((f"when?\t{text}", ANSWERS)
+          for text in ("", "one", "'one'", "[1, 2]", "[]", "{'a'}", "[['a']]", "['a")),
         (r"when?" + "\t" + r"['\ud800']", "found half a character (a lone surrogate escape)"),
     ],
     ("data check pairs.jsonl", "pairs.jsonl", 2): [
@@ -240,7 +242,8 @@ FILES: list[tuple[str, object, str, str]] = [
                                                                                "must have 4"),
     ("q.tsv", "\x1c", "evaluate --run run.trec --qrels q.tsv", "q.tsv:1: found 0 columns; a line "
                                                                "must have 3 columns"),
-    ("t.jsonl", lines({"query_id": 1, "query": "x", "positive_passages": [{"docid": 1}]}), "data check t.jsonl",
+    ("t.jsonl", lines({"query_id": 1, "query": "x", "positive_passages": [{"docid": 1}]}),
+     "data check t.jsonl",
      "t.jsonl:1, positive_passages[0]: field 'text' is missing (other fields: 'docid')"),
     ("pairs.jsonl", lines({"query": "x", "pos": []}), "train --config config.yaml --data.train "
                                                       "pairs.jsonl --data.strict true",
@@ -253,9 +256,8 @@ FILES: list[tuple[str, object, str, str]] = [
                                                                         "config.yaml",
      "d/corpus.jsonl:2: duplicate passage id 'p0' (first at line 1); ids must be unique. Use "
      "--repair (in training: --data"),
-    ("d/qrels/train.tsv", QRELS.replace("p1", "p9"), "train --config "
-                                                     "config.yaml", "d/qrels/train.tsv: 1 "
-                                                                    "judgements name a passage that"),
+    ("d/qrels/train.tsv", QRELS.replace("p1", "p9"), "train --config config.yaml",
+     "d/qrels/train.tsv: 1 judgements name a passage that"),
     ("d/qrels/train.tsv", None, "train --config config.yaml", "d: split 'train' not found; "
                                                               "available: test"),
     ("config.yaml", CONFIG.replace("{size: 4}", "{sise: 4}"), "train --config "
@@ -368,7 +370,7 @@ def put(name: str, content: object) -> None:
     if callable(content):
         content(path)
     elif content is not None:
-        path.write_bytes(content.encode() if isinstance(content, str) else content)  # type: ignore[attr-defined]
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def contents() -> dict[str, object]:
@@ -459,7 +461,8 @@ def test_odd_names_are_names(name, tmp_path, capsys):
 
 
 def test_a_line_of_100_mb_is_refused_in_little_memory():
-    """In a process of its own; the peak is that of the second refusal, so the imports are not counted."""
+    """In a process of its own; the peak is that of the second refusal, so the imports are not
+    counted."""
     script = (
         "import sys, tracemalloc\nfrom contaccum.cli import main\nmain(['data', 'check', "
         "'short.jsonl'])\n"

@@ -291,6 +291,8 @@ def test_a_file_of_examples_trains_and_evaluates(data, tmp_path, capsys):
 def test_data_verbs(data, tmp_path, capsys):
     assert "40" in call(capsys, "data", "check", data)[1]
     assert call(capsys, "data", "fetch", data)[1] == f"{data}\n"
+    assert call(capsys, "data", "demo", tmp_path / "demo")[0] == 0
+    assert (tmp_path / "demo" / "qrels" / "train.tsv").exists()
 
 
 def test_a_reader_that_leaves_early_is_no_error(data, capsys, monkeypatch):
@@ -410,7 +412,8 @@ OPTIONS = Path(__file__).parent / "options.txt"
 
 
 def test_commands_and_options_are_the_listed_ones():
-    """A new option needs an edit of options.txt, made by: python tests/test_cli.py > tests/options.txt"""
+    """A new option needs an edit of options.txt, made by: python tests/test_cli.py >
+    tests/options.txt"""
     assert options_of_all_commands() == OPTIONS.read_text()
 
 

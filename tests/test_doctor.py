@@ -99,7 +99,8 @@ def test_version_and_verdict_come_first(monkeypatch):
 
 
 def test_missing_extras_are_reported_from_the_metadata():
-    """Requirements: an installed package, a package that does not exist, and an extra that no option needs."""
+    """Requirements: an installed package, a package that does not exist, and an extra that no
+    option needs."""
     needs = [
         "torch>=2",
         "pytest; extra == 'here'",
@@ -140,7 +141,8 @@ def test_cached_files_count_as_free_memory_of_a_control_group(tmp_path, monkeypa
 
 
 def test_folder_of_another_user_is_broken(tmp_path):
-    """Path.exists raises PermissionError there; root, which may read every folder, becomes another user."""
+    """Path.exists raises PermissionError there; root, which may read every folder, becomes another
+    user."""
     locked, user = tmp_path / "locked", os.geteuid()
     (locked / "cache").mkdir(parents=True)
     locked.chmod(0)

@@ -1,4 +1,5 @@
-"""Files made to do harm: each is refused in one sentence, and the canary that it would let out never appears.
+"""Files made to do harm: each is refused in one sentence, and the canary that it would let out
+never appears.
 
 A hung reader would be ended by an alarm, a runaway one by the limit on the process; neither is a
 measure of speed.
@@ -91,7 +92,8 @@ def test_the_bomb_goes_off_where_pickle_is_let_in(tmp_path):
 
 
 def write_shards(folder: Path, data: bytes) -> None:
-    """A folder of embeddings whose manifest has the hashes of its files. data: content of the file of vectors."""
+    """A folder of embeddings whose manifest has the hashes of its files. data: content of the file
+    of vectors."""
     folder.mkdir()
     content = {"vectors": data, "ids": b'["p"]'}
     files = {"vectors": "00000.npy", "ids": "00000.ids.json"}
@@ -301,13 +303,19 @@ def test_a_runs_own_config_runs_nothing(tmp_path, canary):
 @pytest.mark.parametrize(
     "answers",
     [
-        "[__import__('os').mkdir('{canary}')]", "__import__('os').mkdir('{canary}')", "[open('{canary}', 'w')]",
-        "[(lambda: 0)()]", "['a' * 10**10]", "[9**9**9**9]", "[x for x in "
-                                                             "range(10**10)]", "[f'{1}']", "[" * 100_000,
+        "[__import__('os').mkdir('{canary}')]",
+        "__import__('os').mkdir('{canary}')",
+        "[open('{canary}', 'w')]",
+        "[(lambda: 0)()]",
+        "['a' * 10**10]",
+        "[9**9**9**9]",
+        "[x for x in range(10**10)]",
+        "[f'{1}']",
+        "[" * 100_000,
         "[" + "-" * 90_000 + "1]",
         "[" + "'a'," * 100_000 + "__import__('os').mkdir('{canary}')]",
     ],
-)  # fmt: skip
+)
 def test_answers_are_literals_alone(answers, tmp_path, canary, capsys):
     (tmp_path / "qa.csv").write_text(f"who?\t{answers.replace('{canary}', str(canary))}\n")
     assert "qa.csv:1" in refused(capsys, "data", "check", "qa.csv")
@@ -485,8 +493,19 @@ FORBIDDEN_MODULES = {
     "code",
     "imp",
 }
-FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "yaml.load", "yaml.full_load", "yaml.unsafe_load", "os.system",
-                   "os.popen", "torch.save", "pd.read_pickle"}  # fmt: skip
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "yaml.load",
+    "yaml.full_load",
+    "yaml.unsafe_load",
+    "os.system",
+    "os.popen",
+    "torch.save",
+    "pd.read_pickle",
+}
 
 
 def breaches(source: str) -> list[str]:
@@ -529,16 +548,27 @@ def test_the_source_runs_no_data():
 @pytest.mark.parametrize(
     "line",
     [
-        "import pickle", "from pickle import loads", "import shelve", "from marshal import "
-                                                                      "loads", "eval('1')", "exec(x)",
-        "torch.load(p)", "torch.load(p, weights_only=False)", "np.load(p)", "np.load(p, "
-                                                                            "allow_pickle=True)", "np.save(p, x)",
-        "yaml.load(x)", "yaml.unsafe_load(x)", "yaml.compose(x)", "subprocess.run('ls', "
-                                                                  "shell=True)", "os.system('ls')",
-        "AutoModel.from_pretrained(n, "
-        "trust_remote_code=True)", "bundle.extractall(x)", "pd.read_pickle(x)",
+        "import pickle",
+        "from pickle import loads",
+        "import shelve",
+        "from marshal import loads",
+        "eval('1')",
+        "exec(x)",
+        "torch.load(p)",
+        "torch.load(p, weights_only=False)",
+        "np.load(p)",
+        "np.load(p, allow_pickle=True)",
+        "np.save(p, x)",
+        "yaml.load(x)",
+        "yaml.unsafe_load(x)",
+        "yaml.compose(x)",
+        "subprocess.run('ls', shell=True)",
+        "os.system('ls')",
+        "AutoModel.from_pretrained(n, trust_remote_code=True)",
+        "bundle.extractall(x)",
+        "pd.read_pickle(x)",
     ],
-)  # fmt: skip
+)
 def test_the_rule_sees_each_breach(line):
     """Negative control."""
     assert breaches(line) != []

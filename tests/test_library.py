@@ -1,4 +1,5 @@
-"""Calls from a notebook or a service: paths, numbers of NumPy, wrong arguments, and the state of the program afterwards."""
+"""Calls from a notebook or a service: paths, numbers of NumPy, wrong arguments, and the state of
+the program afterwards."""
 
 import json
 import warnings

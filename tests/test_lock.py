@@ -64,7 +64,8 @@ def test_the_lock_of_a_killed_process_is_taken_over_with_a_note(holder, tmp_path
 
 
 def test_a_reused_process_number_is_no_holder(holder, tmp_path, capsys):
-    """The number is alive, but its process started at another time, or before the machine's last boot."""
+    """The number is alive, but its process started at another time, or before the machine's last
+    boot."""
     pid, host, _ = lines_of(tmp_path / "run")
     (tmp_path / "run" / LOCK_FILE).write_text(f"{pid}\n{host}\n1\n")
     with folder_lock(tmp_path / "run"):

@@ -1,4 +1,5 @@
-"""An output that is an input of the same call is refused, and so is text that UTF-8 cannot encode."""
+"""An output that is an input of the same call is refused, and so is text that UTF-8 cannot
+encode."""
 
 import os
 from pathlib import Path

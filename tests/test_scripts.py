@@ -102,7 +102,8 @@ def test_beir_script_writes_metrics_and_a_run_file(script, data, tmp_path):
 
 
 def test_beir_script_searches_again_after_the_model_was_trained_further(script, data, tmp_path):
-    """Also with gzipped qrels. encode asks to delete the old vectors; the script then evaluated the old run file."""
+    """Also with gzipped qrels. encode asks to delete the old vectors; the script then evaluated the
+    old run file."""
     for name in ("train", "test"):
         path = data / "qrels" / f"{name}.tsv"
         Path(f"{path}.gz").write_bytes(gzip.compress(path.read_bytes()))

@@ -1,4 +1,5 @@
-"""Standard streams, launch variables and unexpected errors: a sentence and an exit code, never a traceback."""
+"""Standard streams, launch variables and unexpected errors: a sentence and an exit code, never a
+traceback."""
 
 import io
 import json
@@ -85,9 +86,8 @@ def test_terminal_without_utf8_ends_with_the_exit_code(environment, data):
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-", "2> /dev/full"])
 def test_command_works_with_closed_streams(closed, data):
-    sample = Path(__file__).parent.parent / "data" / "sample"
-    assert shell(f"{CALL} data convert {sample} pairs.jsonl --to jsonl {closed}", data) == ([0], "")
-    assert (data / "pairs.jsonl").stat().st_size > 0
+    assert shell(f"{CALL} data demo demo {closed}", data) == ([0], "")
+    assert (data / "demo" / "corpus.jsonl").stat().st_size > 0
 
 
 def test_command_without_stdout_still_reports_its_error(data):
@@ -267,7 +267,8 @@ def test_training_shows_progress_and_the_next_command_only_on_a_terminal(
 
 
 def test_control_characters_do_not_reach_the_terminal(monkeypatch, capsys):
-    """Neither in an error nor in a result; a title of the terminal or a cleared screen could be set by a data file."""
+    """Neither in an error nor in a result; a title of the terminal or a cleared screen could be set
+    by a data file."""
     name = "a\x1b]0;title\x07\x1b[2J\rb\x9b1m\tc"
     shown = r"a\x1b]0;title\x07\x1b[2J\rb\x9b1m" + "\tc"
     failing(monkeypatch, InputError(f"{name}: no such setting"))
@@ -281,7 +282,8 @@ def test_control_characters_do_not_reach_the_terminal(monkeypatch, capsys):
 
 
 def test_logins_in_addresses_are_not_printed(monkeypatch, capsys):
-    """HF_ENDPOINT can be a mirror with a password; the output of `contaccum doctor` is made to be shared."""
+    """HF_ENDPOINT can be a mirror with a password; the output of `contaccum doctor` is made to be
+    shared."""
     text = (
         "https://{}mirror.example:8080/api?mail=a@b, and hub:/home/me@company/set does not answer"
     )

@@ -1,4 +1,5 @@
-"""Options of search, evaluate and mine that change nothing beside others are named; those that change something are not."""
+"""Options of search, evaluate and mine that change nothing beside others are named; those that
+change something are not."""
 
 import pytest
 from helpers import write_beir

@@ -26,7 +26,8 @@ def beir(
     passages: int = 6,
     queries: int = 3,
 ) -> Path:
-    """Passages p0.., queries q0..; unless given, query n has the positive p<n> and the hard negative p<n + 1>."""
+    """Passages p0.., queries q0..; unless given, query n has the positive p<n> and the hard
+    negative p<n + 1>."""
     corpus = ({"_id": f"p{n}", "title": f"title {n}", "text": f"text {n}"} for n in range(passages))
     write(folder / "corpus.jsonl", lines(*corpus))
     write(

@@ -1,4 +1,5 @@
-"""Encoder folders of every family: two random layers, 32 wide, with a small tokenizer that ends texts as the family's does."""
+"""Encoder folders of every family: two random layers, 32 wide, with a small tokenizer that ends
+texts as the family's does."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -55,7 +56,8 @@ def family_folder(
 
 
 def decoder_tokenizer(tokenizer: PreTrainedTokenizerFast, begins: bool) -> PreTrainedTokenizerFast:
-    """As published for texts that go on: padded on the left, without an end, with a first token or without."""
+    """As published for texts that go on: padded on the left, without an end, with a first token or
+    without."""
     inner = tokenizer.backend_tokenizer
     start = ["[CLS]"] if begins else []
     special = [(token, inner.token_to_id(token)) for token in start]

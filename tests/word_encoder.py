@@ -19,7 +19,8 @@ def _vector(word: str, dim: int) -> np.ndarray:
 
 
 class WordEncoder:
-    """Unit vectors; ``name`` stands for the weights, ``seen`` counts the texts that were encoded."""
+    """Unit vectors; ``name`` stands for the weights, ``seen`` counts the texts that were
+    encoded."""
 
     device = "cpu"
 

@@ -71,7 +71,7 @@ def check_name(name: str | Path) -> None:
 
 
 def _is_path(text: str) -> bool:
-    """Return whether a text that is no existing path can only be a path, not the name of a data set."""
+    """Return whether a text that is no existing path can be no name of a data set, only a path."""
     if text.startswith((HUB_PREFIX, "nanobeir/", "mteb/", "miracl/")):
         return False  # such as mteb/Touche2020Retrieval.v3
     return Path(text).is_absolute() or text.startswith(".") or bool(Path(text).suffix) or not text

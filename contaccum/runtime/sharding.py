@@ -94,26 +94,26 @@ class SeparateBackward:
     """
 
     def __init__(self) -> None:
-        self.passes: list[tuple[list[Tensor], list[Tensor]]] = []
+        self.outputs: list[tuple[Tensor, Tensor]] = []
 
-    def cut(self, *outputs: Tensor) -> list[Tensor]:
-        """Return leaf tensors with the values of ``outputs``, the outputs of one forward pass.
+    def cut(self, output: Tensor) -> Tensor:
+        """Return a leaf tensor with the values of ``output``.
 
-        A backward pass stops at these leaves. The method ``run`` later continues the backward pass
-        from their gradients.
+        A backward pass stops at this leaf. The method ``run`` later continues the backward pass
+        from the leaf's gradient.
         """
-        leaves = [output.detach().requires_grad_() for output in outputs]
-        self.passes.append((list(outputs), leaves))
-        return leaves
+        leaf = output.detach().requires_grad_()
+        self.outputs.append((output, leaf))
+        return leaf
 
     def run(self) -> None:
-        """Continue the backward pass from the leaves of ``cut``, one forward pass at a time.
+        """Continue the backward pass from each leaf that ``cut`` returned.
 
         All processes must call ``cut`` equally often.
         """
-        while self.passes:
-            outputs, leaves = self.passes.pop()
-            torch.autograd.backward(outputs, [leaf.grad for leaf in leaves])
+        while self.outputs:
+            output, leaf = self.outputs.pop()
+            output.backward(leaf.grad)
 
 
 def is_sharded(module: nn.Module) -> bool:

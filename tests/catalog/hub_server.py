@@ -18,7 +18,8 @@ def git_name(content: bytes) -> str:
 
 
 class HubServer:
-    """Serves ``folder/owner/name/...`` at any commit; ``cut`` breaks a download by path inside the repository."""
+    """Serves ``folder/owner/name/...`` at any commit; ``cut`` breaks a download by path inside the
+    repository."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -165,7 +165,8 @@ def test_an_archive_that_the_server_lacks_is_named_with_the_status(server, tmp_p
 
 @contextmanager
 def scripted(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
-    """A server that gives these answers, whole responses one a connection; its address and the requests it saw."""
+    """A server that gives these answers, whole responses one a connection; its address and the
+    requests it saw."""
     seen: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

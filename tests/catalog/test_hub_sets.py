@@ -1,4 +1,5 @@
-"""Data sets by name, with a folder in the place of the Hub: ``datasets`` loads both the same way."""
+"""Data sets by name, with a folder in the place of the Hub: ``datasets`` loads both the same
+way."""
 
 import json
 from datetime import datetime
@@ -214,7 +215,8 @@ def test_a_local_folder_may_have_the_separators_of_a_name(folder, tmp_path):
 
 
 def retrieval(folder: Path, judged: str, splits: dict[str, str], score: bool) -> Path:
-    """A set of corpus, queries and judgements, as the Hub has them: Parquet files and a README that names them."""
+    """A set of corpus, queries and judgements, as the Hub has them: Parquet files and a README that
+    names them."""
     corpus = {
         "_id": ["p0", "p1"],
         "text": ["a fox", "an owl"],

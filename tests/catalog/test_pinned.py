@@ -143,7 +143,8 @@ def test_without_a_network_a_missing_or_partial_copy_is_refused_in_one_sentence(
 
 
 def miracl(language: str, judged: Path, corpus: Path, splits: tuple[str, ...]) -> None:
-    """A language in MIRACL's own files: two passages in each of two parts, and for each split one query."""
+    """A language in MIRACL's own files: two passages in each of two parts, and for each split one
+    query."""
     root = f"miracl-v1.0-{language}"
     for number, split in enumerate(splits):
         write(
@@ -250,7 +251,8 @@ Parts = dict[str, dict[str, tuple[str, dict[str, list]]]]
 
 
 def card(root: Path, parts: Parts) -> None:
-    """A repository of the Hub: files in the form that their names end in, and a README that names them."""
+    """A repository of the Hub: files in the form that their names end in, and a README that names
+    them."""
     head = ["---", "configs:"]
     for name, splits in parts.items():
         head += [f"- config_name: {name}", "  data_files:"]
@@ -329,11 +331,16 @@ def test_a_subset_is_fetched_alone_and_splits_with_a_corpus_each_are_kept_apart(
 def test_queries_of_several_splits_over_one_corpus_are_written_once(hub):
     qrels = {"query-id": ["q0"], "corpus-id": ["p0"], "score": [1]}
     queries = {"train": QUERIES, "test": {key: values[:1] for key, values in QUERIES.items()}}
-    card(hub.folder / "mteb" / "scifact", {
-        "qrels": {split: (f"qrels/{split}.jsonl", qrels) for split in ("train", "dev", "test")},
-        "corpus": {"corpus": ("corpus.jsonl", CORPUS_ROWS)},
-        "queries": {split: (f"queries/{split}.jsonl", columns) for split, columns in queries.items()},
-    })  # fmt: skip
+    card(
+        hub.folder / "mteb" / "scifact",
+        {
+            "qrels": {split: (f"qrels/{split}.jsonl", qrels) for split in ("train", "dev", "test")},
+            "corpus": {"corpus": ("corpus.jsonl", CORPUS_ROWS)},
+            "queries": {
+                split: (f"queries/{split}.jsonl", columns) for split, columns in queries.items()
+            },
+        },
+    )
     folder = fetch("mteb/SciFact", "train")
     # dev has no queries
     assert left(folder) == [
@@ -391,7 +398,8 @@ def judging(*passages: str) -> dict[str, list]:
     ],
 )
 def test_configurations_are_chosen_as_mteb_chooses_them(more, passage, query, hub, monkeypatch):
-    """As its loader (mteb 2.26.24) is written: default before qrels, and a configuration query before queries."""
+    """As its loader (mteb 2.26.24) is written: default before qrels, and a configuration query
+    before queries."""
     names = ("qrels", "default", "queries", "query")
     rows = {
         **{name: judging(f"of {name}") for name in names[:2]},
@@ -429,11 +437,19 @@ def test_a_subset_has_its_own_judgements_and_the_queries_of_the_only_query(hub):
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".json"])
 def test_hub_and_mteb_read_the_same_strings_from_texts_like_dates(ending, hub):
     root = hub.folder / SCIFACT.name
-    card(root, {
-        "default": {"test": (f"test{ending}", {"query-id": ["2020-02-02"], "corpus-id": ["2020-01-01"], "score": [1]})},
-        "corpus": {"c": (f"c{ending}", {"_id": ["2020-01-01"], "text": ["1999-12-31"]})},
-        "queries": {"q": (f"q{ending}", {"_id": ["2020-02-02"], "text": ["2021-03-03"]})},
-    })  # fmt: skip
+    card(
+        root,
+        {
+            "default": {
+                "test": (
+                    f"test{ending}",
+                    {"query-id": ["2020-02-02"], "corpus-id": ["2020-01-01"], "score": [1]},
+                )
+            },
+            "corpus": {"c": (f"c{ending}", {"_id": ["2020-01-01"], "text": ["1999-12-31"]})},
+            "queries": {"q": (f"q{ending}", {"_id": ["2020-02-02"], "text": ["2021-03-03"]})},
+        },
+    )
     for name in ("mteb/SciFact", f"hub:{SCIFACT.name}@{SCIFACT.commit}", f"hub:{root}"):
         found = open_retrieval_set(name, "test")
         assert found.qrels == {"2020-02-02": {"2020-01-01": 1}}
@@ -550,8 +566,7 @@ def spoiled(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("file", "damage", "sentence"),
     [
-        ("c.jsonl.gz", lambda content: content[: len(content) // 2], "the gzip stream is damaged "
-                                                                     "or truncated"),
+        ("c.jsonl.gz", lambda c: c[: len(c) // 2], "the gzip stream is damaged or truncated"),
         ("c.jsonl.gz", spoiled, "the gzip stream is damaged or truncated"),
         ("c.jsonl", lambda content: content[:-5], r":2: not JSON \(.*\); each line must be a row"),
         ("c.jsonl", lambda content: b"null\n", ":1: found null; it must be a row"),
@@ -613,23 +628,37 @@ HEAD = "configs:\n- config_name: {}\n  data_files:"
     ("head", "sentence"),
     [
         ("license: mit", "mteb/SciFact: configuration 'corpus' not found; available: default"),
-        ("configs: [a: b: c", r"README.md: its metadata cannot be read \(while parsing a flow "
-                              r"sequence"),
+        (
+            "configs: [a: b: c",
+            r"README.md: its metadata cannot be read \(while parsing a flow "
+            r"sequence",
+        ),
         ("- a", "README.md: its metadata cannot be read"),
         ("configs: 5", "Expected configs to be a list"),
         ("[" * 3000, "README.md: its metadata cannot be read"),
         (HEAD.format("[corpus]") + " x.jsonl", "unhashable"),
-        *((HEAD.format("corpus") + each, "mteb/SciFact: cannot be loaded from the "
-                                         "Hub") for each in (
-            " {}", "", " 5", " [5]", " [[x]]", " {test: []}", " {test: {a: b}}", "\n  - split: "
-                                                                                 "test",
-            "\n  - path: x.jsonl", "\n  - split: [a]\n    path: x.jsonl", "\n  - split: ../a\n    "
-                                                                          "path: x.jsonl",
-        )),
-        (HEAD.format("corpus") + "\n" + "  - split: a\n    path: x.jsonl\n" * 2, "Some splits are "
-                                                                                 "duplicated"),
+        *(
+            (HEAD.format("corpus") + each, "mteb/SciFact: cannot be loaded from the Hub")
+            for each in (
+                " {}",
+                "",
+                " 5",
+                " [5]",
+                " [[x]]",
+                " {test: []}",
+                " {test: {a: b}}",
+                "\n  - split: test",
+                "\n  - path: x.jsonl",
+                "\n  - split: [a]\n    path: x.jsonl",
+                "\n  - split: ../a\n    path: x.jsonl",
+            )
+        ),
+        (
+            HEAD.format("corpus") + "\n" + "  - split: a\n    path: x.jsonl\n" * 2,
+            "Some splits are duplicated",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_card_in_another_layout_is_refused(head, sentence, hub):
     rest = (
         "- config_name: queries\n  data_files: x.jsonl\n- config_name: default\n  data_files: "

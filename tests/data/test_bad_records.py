@@ -78,7 +78,12 @@ FORMS = {
     "corpus": Form(
         lambda path, bad: second(numbered_corpus(path, bad)),
         [lines({"_id": n, "title": "T", "text": f"{{text {n}"}) for n in range(6)],
-        [*NO_JSON, lines({"_id": "", "text": "t"}), lines({"_id": "p", "text": None}), lines({"_id": 1.5, "text": "t"})],
+        [
+            *NO_JSON,
+            lines({"_id": "", "text": "t"}),
+            lines({"_id": "p", "text": None}),
+            lines({"_id": 1.5, "text": "t"}),
+        ],
     ),
     "queries": Form(
         lambda path, bad: second(numbered_queries(path, bad)),
@@ -88,8 +93,16 @@ FORMS = {
     "qrels": Form(
         lambda path, bad: without_lines(read_qrels(path, bad)),
         [f"q{n}\tp{n}\t{n}\n" for n in range(6)],
-        ["q\tp\n", "q\tp\tx\n", "\tp\t1\n", "q p 1 2 "
-                                            "3\n", "q\tp\t1.5\n", b"\xff\tp\t1\n", "q\t0\tp\t1\n", "\x1c\n"],
+        [
+            "q\tp\n",
+            "q\tp\tx\n",
+            "\tp\t1\n",
+            "q p 1 2 3\n",
+            "q\tp\t1.5\n",
+            b"\xff\tp\t1\n",
+            "q\t0\tp\t1\n",
+            "\x1c\n",
+        ],
         head="query-id\tcorpus-id\tscore\n",
     ),
     "trec qrels": Form(
@@ -105,34 +118,67 @@ FORMS = {
     "dpr list": Form(
         lambda path, bad: second(numbered_examples(path, bad)),
         [json.dumps(example, indent=1) for example in EXAMPLES],
-        ["5", "{}", "null", '["a"]', '{"question": "\\ud800", "positive_ctxs": '
-                                     '[]}', *map(json.dumps, BAD_DPR)],
+        [
+            "5",
+            "{}",
+            "null",
+            '["a"]',
+            '{"question": "\\ud800", "positive_ctxs": []}',
+            *map(json.dumps, BAD_DPR),
+        ],
         joined=("[\n", ",\n", "\n]\n"),
     ),
     "pairs": Form(
         lambda path, bad: second(numbered_examples(path, bad)),
         [lines({**PAIR, "query_id": n}) for n in range(6)],
-        [*NO_JSON, lines({**PAIR, "pos": 5}), lines({**PAIR, "neg_id": []} | {"neg_id": ["1", "2"]}), lines({"pos": ["a"]})],
+        [
+            *NO_JSON,
+            lines({**PAIR, "pos": 5}),
+            lines({**PAIR, "neg_id": []} | {"neg_id": ["1", "2"]}),
+            lines({"pos": ["a"]}),
+        ],
     ),
     "tevatron": Form(
         lambda path, bad: second(numbered_examples(path, bad)),
         [lines({**TEVATRON, "query_id": n}) for n in range(6)],
-        [*NO_JSON, lines({**TEVATRON, "positive_passages": [{"docid": 1}]}), lines({**TEVATRON, "query_id": 0.5})],
+        [
+            *NO_JSON,
+            lines({**TEVATRON, "positive_passages": [{"docid": 1}]}),
+            lines({**TEVATRON, "query_id": 0.5}),
+        ],
     ),
     "passages": Form(
         lambda path, bad: second(numbered_corpus(path, bad)),
-        ["1\tone\tT\n", '2\t"two ""2""\n\n{more"\tT\n', '3\t"three"\t"T"\n', "4\tfour "
-                                                                             "{\tT\n", '5\t""\tT\n', "6\tsix\t\n"],
+        [
+            "1\tone\tT\n",
+            '2\t"two ""2""\n\n{more"\tT\n',
+            '3\t"three"\t"T"\n',
+            "4\tfour {\tT\n",
+            '5\t""\tT\n',
+            "6\tsix\t\n",
+        ],
         ["1\t2\n", "1\t2\t3\t4\n", "\ttext\tT\n", b"\xff\tt\tT\n", "{}\n"],
         head="id\ttext\ttitle\n",
     ),
     "questions": Form(
         lambda path, bad: list(read_questions(path, bad)),
-        ["who?\t['a']\n", "\"when\n?\"\t['b', "
-                          "'c']\n", "where?\t\"['\"\"d\"\"']\"\n", "why?\t['e']\n", "how?\t['f']\n"],
-        ["who?\n", "who?\t[]\n", "who?\t['a'\n", " \t['a']\n", "who?\t__import__('os')\n", "who?\t['a']\tx\n"],
+        [
+            "who?\t['a']\n",
+            "\"when\n?\"\t['b', 'c']\n",
+            'where?\t"[\'""d""\']"\n',
+            "why?\t['e']\n",
+            "how?\t['f']\n",
+        ],
+        [
+            "who?\n",
+            "who?\t[]\n",
+            "who?\t['a'\n",
+            " \t['a']\n",
+            "who?\t__import__('os')\n",
+            "who?\t['a']\tx\n",
+        ],
     ),
-}  # fmt: skip
+}
 
 
 def file_of(form: Form, pieces: list[str | bytes], path: Path) -> Path:

@@ -1,4 +1,5 @@
-"""Partition by tokens against every possible partition of the sorted pairs, in one process and several."""
+"""Partition by tokens against every possible partition of the sorted pairs, in one process and
+several."""
 
 from itertools import combinations
 

@@ -1,4 +1,5 @@
-"""Folders of the cache: damaged ones and those of another version; and what a killed conversion leaves."""
+"""Folders of the cache: damaged ones and those of another version; and what a killed conversion
+leaves."""
 
 import json
 import os

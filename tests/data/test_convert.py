@@ -133,7 +133,8 @@ def test_bad_input_leaves_nothing_behind(tmp_path):
 
 
 def scored_lines(folder):
-    """Queries with scores, with two scores of one passage, and without; 0.1 is not exact in float32."""
+    """Queries with scores, with two scores of one passage, and without; 0.1 is not exact in
+    float32."""
     records = [
         {
             "query_id": "a",

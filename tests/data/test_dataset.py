@@ -27,7 +27,7 @@ def by_id(train_set: TrainSet, lists: Ragged) -> list[list[str]]:
 def numbers(positives: list[list[int]], negatives: list[list[int]], passages: int) -> TrainSet:
     """Training set whose texts are never read."""
     queries = [{"id": f"q{number}"} for number in range(len(positives))]
-    return TrainSet(queries, range(passages), Ragged.of(positives), Ragged.of(negatives), "")  # type: ignore[arg-type]
+    return TrainSet(queries, range(passages), Ragged.of(positives), Ragged.of(negatives), "")
 
 
 def test_judgements_become_positives_and_hard_negatives(tmp_path):

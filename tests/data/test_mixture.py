@@ -113,7 +113,8 @@ def test_a_past_step_does_not_draw_all_earlier_steps_again(sets, monkeypatch):
 
 
 def test_a_sampler_can_be_read_by_two_threads(sets, monkeypatch):
-    """The log reads past steps with a clone, which has the same StepSamplers as the thread that prepares the next steps."""
+    """The log reads past steps with a clone, which has the same StepSamplers as the thread that
+    prepares the next steps."""
     _, sampler = sampler_of(mixed(sets), size=sum(SIZES))
     expected, reads = [sampler(step).queries.tolist() for step in range(3)], []
 

@@ -1,4 +1,5 @@
-"""Every reader on arbitrary and damaged files, and against the csv and json modules on valid ones."""
+"""Every reader on arbitrary and damaged files, and against the csv and json modules on valid
+ones."""
 
 import csv
 import gzip
@@ -128,8 +129,16 @@ words = ids.filter(lambda text: text.split() == [text] and text[0] != "\ufeff")
 
 
 @SETTINGS
-@given(st.dictionaries(words, st.dictionaries(words, st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=4),
-                       min_size=1, max_size=4))  # fmt: skip
+@given(
+    st.dictionaries(
+        words,
+        st.dictionaries(
+            words, st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=4
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
 def test_a_trec_run_round_trips(tmp_path, scores):
     run = {query: ranked(hits.items()) for query, hits in scores.items()}
     write_run(tmp_path / "run.trec", run)
@@ -137,8 +146,15 @@ def test_a_trec_run_round_trips(tmp_path, scores):
 
 
 @settings(SETTINGS, max_examples=10)
-@given(st.dictionaries(ids, st.tuples(values, st.dictionaries(ids, values, min_size=1, max_size=3)), min_size=1, max_size=3),
-       st.permutations(["beir", "dpr", "tevatron", "jsonl"]))  # fmt: skip
+@given(
+    st.dictionaries(
+        ids,
+        st.tuples(values, st.dictionaries(ids, values, min_size=1, max_size=3)),
+        min_size=1,
+        max_size=3,
+    ),
+    st.permutations(["beir", "dpr", "tevatron", "jsonl"]),
+)
 def test_unusual_ids_and_texts_round_trip_in_every_format(tmp_path_factory, queries, forms):
     """Give each id the first text it appears with."""
     folder = tmp_path_factory.mktemp("trip")
@@ -204,25 +220,40 @@ READERS: dict[str, tuple[Callable, list[str | bytes]]] = {
         lambda path: list(numbered_corpus(path)),
         [lines({"_id": 1, "title": "T\u2028", "text": "é"}), 'id\ttext\ttitle\n1\t"a ""b"""\tT\n'],
     ),
-    "queries": (lambda path: list(numbered_queries(path)), [lines({"_id": "1", "text": "é"}, {"_id": 2, "text": "t"})]),
-    "qrels": (lambda path: list(read_qrels(path)), ["query-id\tcorpus-id\tscore\nq\tp\t1\n", "q 0 p 1\n"]),
-    "questions": (lambda path: list(read_questions(path)), ["who?\t['a', "
-                                                            "\"b\"]\nwhen?\t\"['\"\"c\"\"']\"\n"]),
+    "queries": (
+        lambda path: list(numbered_queries(path)),
+        [lines({"_id": "1", "text": "é"}, {"_id": 2, "text": "t"})],
+    ),
+    "qrels": (
+        lambda path: list(read_qrels(path)),
+        ["query-id\tcorpus-id\tscore\nq\tp\t1\n", "q 0 p 1\n"],
+    ),
+    "questions": (
+        lambda path: list(read_questions(path)),
+        ['who?\t[\'a\', "b"]\nwhen?\t"[\'""c""\']"\n'],
+    ),
     "examples": (
         lambda path: list(numbered_examples(path)),
-        [lines({"query": "q", "pos": ["a"], "neg": ["b"]}), json.dumps([EXAMPLE, EXAMPLE], indent=1), lines(TEVATRON)],
+        [
+            lines({"query": "q", "pos": ["a"], "neg": ["b"]}),
+            json.dumps([EXAMPLE, EXAMPLE], indent=1),
+            lines(TEVATRON),
+        ],
     ),
     "any data": (kind_of_data, [lines(EXAMPLE), "1\ttext\ttitle\n", "q\t['a']\n"]),
     "run": (read_run, ["q Q0 p 1 2.5 x\nr Q0 p 1 -1e-3 x\n"]),
-    "config": (lambda path: load([TrainConfig], [str(path)]), ["seed: 1\nbank: {size: 4}\ndata:\n  "
-                                                               "train: &a x\n  dev: *a\n"]),
+    "config": (
+        lambda path: load([TrainConfig], [str(path)]),
+        ["seed: 1\nbank: {size: 4}\ndata:\n  train: &a x\n  dev: *a\n"],
+    ),
     "json": (read_json, [lines([1.5, "\U0001f600", None, {"a": []}])]),
     "archive": (unpack_archive, [zip_archive()]),
-}  # fmt: skip
+}
 PIECES = [
-    b"\0", b"\xff", b"\xef\xbb\xbf", b"\r", b"\n", b"\t", b'"', b"'", b"\\ud800", b"\xe2\x80\xa8", b"[", b"]", b"{", b"}",
-    b",", b":", b"null", b"NaN", b"-1", b"1e999", b"9" * 5000, b"[" * 3000, b'{"a":' * 3000, b"__import__('os')", b"*a", b"&a ",
-    b"!!python/name:os.system ", b"../", b"\x1f\x8b\x08\0",
+    b"\0", b"\xff", b"\xef\xbb\xbf", b"\r", b"\n", b"\t", b'"', b"'", b"\\ud800", b"\xe2\x80\xa8",
+    b"[", b"]", b"{", b"}", b",", b":", b"null", b"NaN", b"-1", b"1e999", b"9" * 5000, b"[" * 3000,
+    b'{"a":' * 3000, b"__import__('os')", b"*a", b"&a ", b"!!python/name:os.system ", b"../",
+    b"\x1f\x8b\x08\0",
 ]  # fmt: skip
 EDITS = st.lists(
     st.tuples(

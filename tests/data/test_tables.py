@@ -298,7 +298,7 @@ from contaccum.data.dataset import open_dataset
 corpus = open_dataset(sys.argv[1]).corpus
 assert corpus[999_999]["id"] == "k999999"
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-print(int(status["VmHWM"].split()[0]) // 1024)  # getrusage would count the process that started this one too
+print(int(status["VmHWM"].split()[0]) // 1024)  # not getrusage: it counts the parent too
 """
 
 

@@ -112,4 +112,4 @@ def test_a_slow_tokenizer_is_refused():
         name_or_path = "some/model"
 
     with pytest.raises(InputError, match="some/model"):
-        build_token_table(texts(1), ["text"], Slow(), max_length=6, fingerprint="f")  # type: ignore[arg-type]
+        build_token_table(texts(1), ["text"], Slow(), max_length=6, fingerprint="f")

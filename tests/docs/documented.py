@@ -1,4 +1,5 @@
-"""Finds the commands of README and docs: the blocks that hold them, the files that blocks stand for, and what is said not to run.
+"""Finds the commands of README and docs: the blocks that hold them, the files that blocks stand
+for, and what is said not to run.
 
 A block is fenced, or indented by four spaces behind an empty line. One with a title is a file.
 `<!-- not run: REASON -->` before a block says why its commands are checked but not run.
@@ -13,8 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 PROGRAMS = (
-    "contaccum", "torchrun", "accelerate", "python", "bash", "pytest", "pip", "mkdocs", "source", "deepspeed",
-    "pre-commit", "docker",
+    "contaccum", "torchrun", "accelerate", "python", "bash", "pytest", "pip", "mkdocs", "source",
+    "deepspeed", "pre-commit", "docker",
 )  # fmt: skip
 _REASON = re.compile(r"<!-- not run: (.+?) -->")
 _FENCE = re.compile(r"^( *)```(\w*)(?: title=\"([^\"]+)\")?")
@@ -59,7 +60,8 @@ class Command:
 
     @property
     def arguments(self) -> list[str] | None:
-        """What is given to contaccum, without dots that stand for more; None where another program is called."""
+        """What is given to contaccum, without dots that stand for more; None where another program
+        is called."""
         if self.words[0] == "contaccum" or ("-m", "contaccum") in zip(
             self.words, self.words[1:], strict=False
         ):

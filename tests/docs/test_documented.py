@@ -1,4 +1,5 @@
-"""Every command of README and docs is run, in a folder where the names that the pages use exist and are small.
+"""Every command of README and docs is run, in a folder where the names that the pages use exist and
+are small.
 
 A command that a page says is not run is parsed all the same; the default suite runs README's, the
 acceptance tests all.
@@ -66,7 +67,8 @@ def runs(command: Command) -> bool:
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory) -> Path:
-    """A folder with everything that the pages name: data in each form, encoders, configs, scripts."""
+    """A folder with everything that the pages name: data in each form, encoders, configs,
+    scripts."""
     folder = tmp_path_factory.mktemp("documented")
     data = write_beir(folder / "MY_FOLDER")
     for name in ("medquad", "my_data"):
@@ -84,8 +86,14 @@ def workspace(tmp_path_factory) -> Path:
     tower = tiny_tower(texts, "mean", layers=1, width=32, vocabulary=200, max_length=256, seed=0)
     settings = EncoderSettings(tie_towers=True)
     DualEncoder(tower, tower, settings).save(folder / "saved")
-    config = BertConfig(vocab_size=len(tower.tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-                        intermediate_size=64, num_labels=1)  # fmt: skip
+    config = BertConfig(
+        vocab_size=len(tower.tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        num_labels=1,
+    )
     reader = folder / "cross-encoder" / "ms-marco-MiniLM-L6-v2"
     BertForSequenceClassification(config).save_pretrained(reader)
     tower.tokenizer.save_pretrained(reader)
@@ -116,7 +124,8 @@ def write_files(page: Path, folder: Path) -> None:
 
 
 def make_way(arguments: list[str]) -> None:
-    """Remove what a command is about to write; the pages name the same folder for one thing done in several ways."""
+    """Remove what a command is about to write; the pages name the same folder for one thing done in
+    several ways."""
     target = None
     if (
         arguments[0] in ("train", "compare")
@@ -194,7 +203,8 @@ def test_the_finder_reads_what_a_page_can_hold(tmp_path):
 
 
 def parsed(command: Command) -> str | None:
-    """Return the error message of the command line for a command, or None if it accepts the command."""
+    """Return the error message of the command line for a command, or None if it accepts the
+    command."""
     arguments = command.arguments
     name = " ".join(arguments[: 2 if arguments[0] == "data" else 1])
     if name.startswith("-"):  # --help, --version, --print_completion
@@ -224,7 +234,8 @@ def parsed(command: Command) -> str | None:
 
 
 def test_every_command_of_contaccum_is_parsed(place):
-    """Those that are run and those that are not; configs are read, options and their values checked."""
+    """Those that are run and those that are not; configs are read, options and their values
+    checked."""
     for page in PAGES:
         write_files(page, place)
     wrong = {c.where: parsed(c) for c in COMMANDS if c.arguments is not None}

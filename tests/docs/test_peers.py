@@ -35,9 +35,12 @@ def wrong_names(text: str) -> list[str]:
     names = [name for _, ours in options(text) for name in ours]
     commands = {f"contaccum {name}" for name in COMMANDS}
     return [
-        name for name in names
-        if name not in known and " ".join(name.split()[:2]) not in commands and not name.startswith(".")
-    ]  # fmt: skip
+        name
+        for name in names
+        if name not in known
+        and " ".join(name.split()[:2]) not in commands
+        and not name.startswith(".")
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

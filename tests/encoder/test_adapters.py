@@ -299,7 +299,8 @@ def test_a_dora_adapter_is_refused_as_such(tmp_path):
 
 @pytest.mark.parametrize(("quantize", "activations"), [("4bit", 1e-5), ("8bit", 0.05)])
 def test_quantized_base_is_shared_saved_and_merged(quantize, activations, tmp_path):
-    """Both towers share the base, loading restores its quantization, merging dequantizes it; 8 bits also round activations."""
+    """Both towers share the base, loading restores its quantization, merging dequantizes it; 8 bits
+    also round activations."""
     folder = family_folder("qwen3", tmp_path / "base")
     ours = adapted(folder, quantize)
     whole = adapted(folder)

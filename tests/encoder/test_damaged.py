@@ -22,7 +22,8 @@ TEXTS = ["the red fox", "owl"]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """Folder with a plain encoder, a saved model, a saved adapter, and two sentence-transformers models."""
+    """Folder with a plain encoder, a saved model, a saved adapter, and two sentence-transformers
+    models."""
     root = tmp_path_factory.mktemp("models")
     family_folder("bert", root / "plain")
     DualEncoder.load(root / "plain", **SIZE).save(root / "saved")

@@ -97,7 +97,8 @@ def test_linears_are_not_packed_in_half_precision_or_autocast():
 
 
 def test_vectors_are_read_after_their_copy_has_finished():
-    """On a GPU the copy ends later; without the wait the old content of the memory would be stored."""
+    """On a GPU the copy ends later; without the wait the old content of the memory would be
+    stored."""
     copied_to = torch.zeros(2, 3)
     event = SimpleNamespace(synchronize=lambda: copied_to.fill_(7.0))
     vectors = np.zeros((4, 3), dtype=np.float32)

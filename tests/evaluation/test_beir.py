@@ -29,7 +29,8 @@ from contaccum.retrieval.runs import ranked
 
 
 def made_task(seed: int = 0, queries: int = 40, passages: int = 60):
-    """Graded qrels and a run with many equal scores, some ids shared by queries and passages, runs of uneven depth."""
+    """Graded qrels and a run with many equal scores, some ids shared by queries and passages, runs
+    of uneven depth."""
     random = np.random.default_rng(seed)
     ids = [f"{n}" for n in range(passages)]
     qrels, run = {}, {}
@@ -225,14 +226,33 @@ def tiny_model(folder: Path, data: Path) -> Path:
 
 
 def test_beir_and_our_evaluator_agree(tmp_path, capsys):
-    """To the 5 digits that BEIR gives, by the command and its table; control: another encoder scores otherwise."""
+    """To the 5 digits that BEIR gives, by the command and its table; control: another encoder
+    scores otherwise."""
     data = write_beir(tmp_path / "data")
     model = tiny_model(tmp_path / "model", data)
     tables = []
     for name in ("contaccum", "beir"):
         output = str(tmp_path / f"{name}.json")
-        assert main(["evaluate", "--model", str(model), "--data", str(data), "--split", "train", "--evaluator", name,
-                     "--k", "20", "--output", output]) == 0  # fmt: skip
+        assert (
+            main(
+                [
+                    "evaluate",
+                    "--model",
+                    str(model),
+                    "--data",
+                    str(data),
+                    "--split",
+                    "train",
+                    "--evaluator",
+                    name,
+                    "--k",
+                    "20",
+                    "--output",
+                    output,
+                ]
+            )
+            == 0
+        )
         tables.append(capsys.readouterr().out)
     assert tables[0] == tables[1]
     ours, theirs = (

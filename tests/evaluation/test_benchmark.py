@@ -22,7 +22,8 @@ from contaccum.runtime.files import cache_folder, read_json
 
 
 def harder(folder: Path, queries: int) -> Path:
-    """A set on which BM25 errs: the first passages, more or fewer of them, have lost their texts."""
+    """A set on which BM25 errs: the first passages, more or fewer of them, have lost their
+    texts."""
     write_beir(folder, queries)
     rows = [json.loads(line) for line in (folder / "corpus.jsonl").read_text().splitlines()]
     for row in rows[: 1 + queries % 7]:

@@ -1,4 +1,5 @@
-"""Figures of all-MiniLM-L6-v2 without training, measured outside the project, reproduced from its checkpoint."""
+"""Figures of all-MiniLM-L6-v2 without training, measured outside the project, reproduced from its
+checkpoint."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""The figures of all-MiniLM-L6-v2 on MedQuAD; a file of its own, so that the encoding is shared by the processes of the suite."""
+"""The figures of all-MiniLM-L6-v2 on MedQuAD; a file of its own, so that the encoding is shared by
+the processes of the suite."""
 
 import pytest
 from datasets import Dataset
@@ -16,7 +17,8 @@ MEDQUAD = {"ndcg@10": 0.8322, "recall@20": 0.9441, "recall@100": 0.9763, "mrr@10
 
 @pytest.mark.filterwarnings("ignore:.*a later .* has the same id")
 def test_medquad_to_one_thousandth(shared_data, minilm):
-    """The figures count every line of the corpus as a passage: 34 ids stand again, each at the lowest of its scores.
+    """The figures count every line of the corpus as a passage: 34 ids stand again, each at the
+    lowest of its scores.
 
     Read as BEIR's loader reads it (the last passage of an id stands), the same encoder has ndcg@10
     0.8350.

@@ -1,4 +1,5 @@
-"""The tests against scipy's own, an enumeration by hand, published steps, and data without any difference."""
+"""The tests against scipy's own, an enumeration by hand, published steps, and data without any
+difference."""
 
 import itertools
 
@@ -101,7 +102,8 @@ def test_equal_differences_have_no_effect_size():
 
 
 def test_holm_by_hand():
-    """Sorted 0.01, 0.02, 0.03, 0.04 times 4, 3, 2, 1 is 0.04, 0.06, 0.06, 0.04: each at least the one before."""
+    """Sorted 0.01, 0.02, 0.03, 0.04 times 4, 3, 2, 1 is 0.04, 0.06, 0.06, 0.04: each at least the
+    one before."""
     assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
     assert holm([0.5, 0.6]) == [1, 1]
     assert holm([0.2]) == [0.2]
@@ -109,7 +111,8 @@ def test_holm_by_hand():
 
 
 def test_min_f_by_hand():
-    """Means over seeds 1, 3, 2, 2 (t^2 = 24 on 3) and over queries 1.5, 2.5 (t^2 = 16 on 1): min F' = 9.6 on 1 and 2.7..."""
+    """Means over seeds 1, 3, 2, 2 (t^2 = 24 on 3) and over queries 1.5, 2.5 (t^2 = 16 on 1): min F'
+    = 9.6 on 1 and 2.7..."""
     differences = np.array([[0.5, 2.5, 1.5, 1.5], [1.5, 3.5, 2.5, 2.5]])
     first, second = 24.0, 16.0
     freedom = (first + second) ** 2 / (first**2 / 1 + second**2 / 3)

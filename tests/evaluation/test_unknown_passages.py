@@ -1,4 +1,5 @@
-"""Judgements whose passage is not in the corpus: positives that no search can find, as in trec_eval."""
+"""Judgements whose passage is not in the corpus: positives that no search can find, as in
+trec_eval."""
 
 import shutil
 import warnings

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import tiny_encoder, train_config, write_beir
-from invented_set import write_invented_set
 from processes import python
 
 from contaccum.cli import main
@@ -77,7 +76,8 @@ def set_clock(monkeypatch, clock):
 
 @pytest.fixture
 def planned(tmp_path, monkeypatch):
-    """Function from a time to the plan of tuning with known seconds and a clock that stands still."""
+    """Function from a time to the plan of tuning with known seconds and a clock that stands
+    still."""
     set_clock(monkeypatch, [0.0])
     config = train_config(write_beir(tmp_path / "data"), tmp_path / "auto")
 
@@ -173,7 +173,8 @@ class SteadyRun:
         self.total = max(self.done, total)
 
     def run(self, pace, seconds):
-        """Take all steps, and evaluate when it is due. seconds: function from a step to its seconds."""
+        """Take all steps, and evaluate when it is due. seconds: function from a step to its
+        seconds."""
         while self.done < self.total:
             self.clock[0] += seconds(self.done)
             self.done += 1
@@ -381,8 +382,8 @@ def test_a_call_on_changed_data_is_refused(kind, tmp_path, monkeypatch):
 
 @pytest.mark.acceptance
 def test_a_call_that_is_killed_twice_ends_with_a_better_model(tmp_path):
-    """Invented words without a dev split; killed in tuning and in training."""
-    write_invented_set(tmp_path / "demo")
+    """The demo set without its dev split; killed in tuning and in training."""
+    assert main(["data", "demo", str(tmp_path / "demo")]) == 0
     (tmp_path / "demo" / "qrels" / "dev.tsv").unlink()
     call = [python(), "-m", "contaccum", "auto", "--memory", "8GB", "--time", "150s"]
     call += [

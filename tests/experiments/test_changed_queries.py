@@ -44,7 +44,8 @@ def data(tmp_path) -> Path:
 
 
 def system(folder: Path, data: Path, ranks: dict[str, int]) -> Path:
-    """Write the metrics of a system that ranks the positive of each query at the given rank, from 1 to 9, and others at 1."""
+    """Write the metrics of a system that ranks the positive of each query at the given rank, from 1
+    to 9, and others at 1."""
     judged = open_dataset(data).retrieval_set
     run = {}
     for number, query in enumerate(judged.queries):

@@ -16,7 +16,8 @@ def _lines(path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Forty queries with two positives and one passage of grade 0 each, and 200 passages that nobody judged."""
+    """Forty queries with two positives and one passage of grade 0 each, and 200 passages that
+    nobody judged."""
     data = tmp_path / "beir"
     (data / "qrels").mkdir(parents=True)
     passages = [f"p{n}" for n in range(120)] + [f"o{n}" for n in range(200)]

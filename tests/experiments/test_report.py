@@ -51,9 +51,9 @@ def folder(
         step = (n + 1) * every
         lines.append(
             {
-                "step": step, "loss": 1.0 + n, "bank_fill": 4 * n, "seconds": value, "waited": 0.75 if n else 9.0,
-                "pairs_per_second": 16 / value, "negatives": 7.0, "peak_memory": 2**20 * (n + 1),
-                "grad_norm_ratio": None if n == 1 else 2.0 + n,
+                "step": step, "loss": 1.0 + n, "bank_fill": 4 * n, "seconds": value,
+                "waited": 0.75 if n else 9.0, "pairs_per_second": 16 / value, "negatives": 7.0,
+                "peak_memory": 2**20 * (n + 1), "grad_norm_ratio": None if n == 1 else 2.0 + n,
             }
         )  # fmt: skip
         if evaluations and step in evaluations:
@@ -132,7 +132,8 @@ def test_evaluation_between_two_logged_steps_has_a_time(tmp_path):
 
 
 def test_settings_that_differ_are_not_rounded(tmp_path):
-    """A rate of 2e-05 was once shown as 0.0, and temperatures of 0.05 and 0.1 were both 0.1, so their row was missing."""
+    """A rate of 2e-05 was once shown as 0.0, and temperatures of 0.05 and 0.1 were both 0.1, so
+    their row was missing."""
     runs = [
         folder(tmp_path / t, "grad_cache", [1.0], **{"model.temperature": float(t)})
         for t in ("0.05", "0.1")
@@ -202,7 +203,8 @@ def test_runs_on_different_test_queries_cause_a_warning(tmp_path, recwarn):
 
 
 def study(tmp_path: Path):
-    """Two seeds of grad_cache and of cont_accum with two bank sizes; the smaller bank is faster and scores lower."""
+    """Two seeds of grad_cache and of cont_accum with two bank sizes; the smaller bank is faster and
+    scores lower."""
     for seed in (0, 1):
         folder(
             tmp_path / f"g{seed}",
@@ -351,8 +353,12 @@ def test_equal_memory_classes_equal_hand_computed_ones(tmp_path):
 
 
 def test_each_global_batch_size_has_its_own_reference(tmp_path):
-    for name, method, size, score in (("a", "grad_cache", 16, 0.5), ("b", "grad_accum", 16, 0.4), ("c", "grad_cache", 32, 0.8),
-                                      ("d", "grad_accum", 32, 0.3)):  # fmt: skip
+    for name, method, size, score in (
+        ("a", "grad_cache", 16, 0.5),
+        ("b", "grad_accum", 16, 0.4),
+        ("c", "grad_cache", 32, 0.8),
+        ("d", "grad_accum", 32, 0.3),
+    ):
         folder(tmp_path / name, method, [1.0], score, **{"batch.global_batch_size": size})
     groups = group_runs([load_run_record(tmp_path / name) for name in "abcd"])
     reference = {
@@ -370,7 +376,8 @@ def test_each_global_batch_size_has_its_own_reference(tmp_path):
 
 
 def test_a_baseline_is_the_reference_at_each_global_batch_size(tmp_path):
-    """As in the report of contaccum auto, which once tested BM25 against the untrained model, but not the trained model."""
+    """As in the report of contaccum auto, which once tested BM25 against the untrained model, but
+    not the trained model."""
     runs = [
         folder(tmp_path / name, "grad_cache", [1.0], **{"batch.global_batch_size": int(name)})
         for name in ("16", "32")
@@ -446,10 +453,8 @@ def test_missing_files_and_metrics_are_named(tmp_path):
         ("metrics.json", '{"mean": {"ndcg@10": "high"}}', "Expected `float`, got `str` - at "
                                                           r"`\$\.mean\[\.\.\.\]`"),
         ("metrics.json", '{"mean": {"ndcg@10": NaN}}', "mean: a value is NaN or infinite"),
-        ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": [1]}', "Expected `object`, "
-                                                                       "got `array`"),
-        ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": {"q": 5}}', "Expected `object`, "
-                                                                            "got `int`"),
+        ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": [1]}', "got `array`"),
+        ("metrics.json", '{"mean": {"ndcg@10": 1}, "per_query": {"q": 5}}', "got `int`"),
         ("metrics.json", '{"mean"', "line 1"),
         ("config.yaml", "method: best", "method is 'best'; expected one of in_batch, "),
         ("config.yaml", "[1]", "found a list"),
@@ -497,8 +502,8 @@ def test_verdict_says_for_each_setting_which_test_was_used(tmp_path):
     The sentence about the other setting stays the same.
     """
     for name, method, seed, score in (
-        ("a0", "grad_cache", 0, 0.3), ("a1", "grad_cache", 1, 0.31), ("b0", "cont_accum", 0, 0.4), ("b1", "cont_accum", 1, 0.44),
-        ("c0", "grad_accum", 0, 0.2),
+        ("a0", "grad_cache", 0, 0.3), ("a1", "grad_cache", 1, 0.31), ("b0", "cont_accum", 0, 0.4),
+        ("b1", "cont_accum", 1, 0.44), ("c0", "grad_accum", 0, 0.2),
     ):  # fmt: skip
         folder(tmp_path / name, method, [1.0], score, seed=seed)
     groups = group_runs(

@@ -25,7 +25,8 @@ def steps(
     seconds: float | None = None,
     **batch,
 ) -> int:
-    """Return the number of steps that the budget allows, in micro-batches of 4 pairs. batch: other settings of the batch."""
+    """Return the number of steps that the budget allows, in micro-batches of 4 pairs. batch: other
+    settings of the batch."""
     sizes = {
         "batch.global_batch_size": n,
         **{f"batch.{name}": value for name, value in batch.items()},
@@ -40,8 +41,9 @@ def steps(
     # 6144 / (64 * 3) = 32, 6144 / (64 * 4 - 4) = 24.4, 6144 / (64 * 2.5) = 38.4
     ("method", "expected"),
     [
-        ("in_batch", {1.0: 32, 0.5: 32}), ("grad_accum", {1.0: 32, 0.5: 32}), ("passage_bank", {1.0: 32, 0.5: 32}),
-        ("cont_accum", {1.0: 32, 0.5: 32}), ("grad_cache", {1.0: 24, 0.5: 38}), ("cont_cache", {1.0: 24, 0.5: 38}),
+        ("in_batch", {1.0: 32, 0.5: 32}), ("grad_accum", {1.0: 32, 0.5: 32}),
+        ("passage_bank", {1.0: 32, 0.5: 32}), ("cont_accum", {1.0: 32, 0.5: 32}),
+        ("grad_cache", {1.0: 24, 0.5: 38}), ("cont_cache", {1.0: 24, 0.5: 38}),
     ],
 )  # fmt: skip
 def test_budget_in_forward_passes_gives_the_steps_computed_by_hand(method, expected):
@@ -55,8 +57,8 @@ def test_every_method_has_a_cost():
     }
     one_pass, two_pass = (3, 3, 3), (1.9, 3.5, 4)
     assert costs == {
-        "in_batch": one_pass, "grad_accum": one_pass, "passage_bank": one_pass, "cont_accum": one_pass,
-        "grad_cache": two_pass, "cont_cache": two_pass,
+        "in_batch": one_pass, "grad_accum": one_pass, "passage_bank": one_pass,
+        "cont_accum": one_pass, "grad_cache": two_pass, "cont_cache": two_pass,
     }  # fmt: skip
 
 
@@ -190,7 +192,8 @@ def test_settings_that_a_method_does_not_read_do_not_multiply_its_combinations()
     )
     counts = {one.label: len(one.candidates) for one in variants(list(METHOD_SPECS), {}, tuned)}
     assert counts == {
-        "in_batch": 3, "grad_accum": 3, "grad_cache": 6, "passage_bank": 6, "cont_accum": 6, "cont_cache": 12,
+        "in_batch": 3, "grad_accum": 3, "grad_cache": 6, "passage_bank": 6, "cont_accum": 6,
+        "cont_cache": 12,
     }  # fmt: skip
 
 
@@ -218,7 +221,8 @@ def test_settings_file_gives_grids_and_lists_of_complete_settings(tmp_path):
     assert (replayed.method, replayed.fixed) == ("grad_cache", (("replay.share", "0.5"),))
     assert replayed.candidates == ((("model.dropout", "0.0"),), (("model.dropout", "0.1"),))
     assert listed.changes(listed.candidates[1]) == {
-        "method": "cont_accum", "bank.age_decay": "1", "bank.size": "64", "bank.row_weight": "current",
+        "method": "cont_accum", "bank.age_decay": "1", "bank.size": "64",
+        "bank.row_weight": "current",
     }  # fmt: skip
 
 

@@ -49,7 +49,8 @@ class Retriever(LightningModule):
         self.gradients.append(gradients(self.encoder))
 
     def train_dataloader(self) -> DataLoader:
-        """Two optimizer steps an epoch: a loader tells no place in its data, so a resumed run begins with an epoch."""
+        """Two optimizer steps an epoch: a loader tells no place in its data, so a resumed run
+        begins with an epoch."""
         first = self.current_epoch * 2 * K
         return DataLoader(batches()[first : first + 2 * K], batch_size=None, shuffle=False)
 
@@ -73,10 +74,20 @@ def fit(
 ) -> Retriever:
     module = Retriever(copy.deepcopy(tiny_encoder()), bank_size)
     trainer = Trainer(
-        max_steps=steps, accumulate_grad_batches=K, accelerator="cpu", logger=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder, reload_dataloaders_every_n_epochs=1, num_sanity_val_steps=1,
-        callbacks=[ContAccumCallback(module.bank_loss), ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)],
-    )  # fmt: skip
+        max_steps=steps,
+        accumulate_grad_batches=K,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        reload_dataloaders_every_n_epochs=1,
+        num_sanity_val_steps=1,
+        callbacks=[
+            ContAccumCallback(module.bank_loss),
+            ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1),
+        ],
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, ckpt_path=resume)

@@ -95,7 +95,8 @@ def test_card_names_every_training_set_and_no_local_path(run, tmp_path):
 
 
 def test_a_prefix_of_two_lines_stays_in_its_row(run, tmp_path):
-    """Prefixes of instruction models have two lines; a raw line break would end the table of the card."""
+    """Prefixes of instruction models have two lines; a raw line break would end the table of the
+    card."""
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     config = yaml.safe_load((copy / "config.yaml").read_text())
     config["model"] |= {"query_prefix": "Instruct: find | rank\r\nQuery: "}
@@ -214,7 +215,8 @@ def hub():
 
 @pytest.fixture
 def call(run, monkeypatch, capsys, tmp_path):
-    """Run ``contaccum push`` against an endpoint with a token; returns exit code, stdout and stderr."""
+    """Run ``contaccum push`` against an endpoint with a token; returns exit code, stdout and
+    stderr."""
 
     def run_it(endpoint: str, *more: str, token: str | None = TOKEN) -> tuple[int, str, str]:
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)

@@ -1,4 +1,5 @@
-"""ContAccumLoss in SentenceTransformerTrainer: steps equal to our loop's, and the bank under resume, evaluation and DDP."""
+"""ContAccumLoss in SentenceTransformerTrainer: steps equal to our loop's, and the bank under
+resume, evaluation and DDP."""
 
 import json
 import os
@@ -47,8 +48,8 @@ def start(folder: Path, data: Path, similarity: str = "cosine", dropout: float =
 def own_config(model: Path, data: Path, output: Path, **changes) -> TrainConfig:
     return train_config(
         data, output, **{
-            "model.name": str(model), "optim.max_steps": STEPS, "optim.max_grad_norm": 1.0, "optim.warmup_steps": 0,
-            "optim.weight_decay": 0.0, "run.save_steps": 0, **changes,
+            "model.name": str(model), "optim.max_steps": STEPS, "optim.max_grad_norm": 1.0,
+            "optim.warmup_steps": 0, "optim.weight_decay": 0.0, "run.save_steps": 0, **changes,
         },
     )  # fmt: skip
 
@@ -355,7 +356,8 @@ def test_batches_of_another_shape_are_refused():
 
 @pytest.mark.parametrize(("first", "temperature"), [(16, 0.2), (32, 0.2), (8, 0.2), (16, 0.05)])
 def test_resumed_bank_accepts_any_first_batch_and_temperature(first, temperature, tmp_path):
-    """The first batch after a resume, possibly a short one, creates the bank; 64 rows have one shape at pushes of 8 to 32."""
+    """The first batch after a resume, possibly a short one, creates the bank; 64 rows have one
+    shape at pushes of 8 to 32."""
     generator = torch.Generator().manual_seed(0)
 
     def take(loss, rows):
@@ -399,7 +401,8 @@ def test_batch_larger_than_the_bank_is_refused_also_after_the_first(tmp_path):
 
 
 def test_resumed_run_refuses_the_bank_of_another_run(data, plain, tmp_path):
-    """The trainer resumes from another folder, and its output folder has a checkpoint of the same step."""
+    """The trainer resumes from another folder, and its output folder has a checkpoint of the same
+    step."""
     model, rows, _ = plain
     saving = {"steps": 8, "save_strategy": "steps", "save_steps": 4}
     whole = take(model, rows, tmp_path / "run", **saving)

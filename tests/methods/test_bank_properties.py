@@ -78,7 +78,8 @@ def assert_alike(bank: Bank, slow: SlowBank, mask: bool) -> None:
 
 
 def plain_sums(slow: SlowBank, mask: bool) -> torch.Tensor:
-    """Log-sum-exp of each row over all columns, one by one, without its own positive and other known ones."""
+    """Log-sum-exp of each row over all columns, one by one, without its own positive and other
+    known ones."""
     sums = []
     for query, own, _, known, *_ in slow.rows:
         logits = [
@@ -129,7 +130,8 @@ def test_a_saved_bank_goes_on_as_if_it_had_never_stopped(story, stop):
 
 
 def sorted_pairs(positives: torch.Tensor, column_ids: torch.Tensor) -> set[tuple[int, int]]:
-    """Reference: (row, column) of the columns (c,) that contain a known positive (r, P) of a row, by sorting and searching."""
+    """Reference: (row, column) of the columns (c,) that contain a known positive (r, P) of a row,
+    by sorting and searching."""
     ids, order = column_ids.sort()
     wanted = positives.flatten()
     first = torch.searchsorted(ids, wanted)
@@ -144,7 +146,8 @@ def sorted_pairs(positives: torch.Tensor, column_ids: torch.Tensor) -> set[tuple
 
 
 def assert_masks_alike(bank: Bank, ids: RowIds, part: slice) -> None:
-    """Compare the bank's maps with the reference, for current rows and columns against slots ``part`` and back."""
+    """Compare the bank's maps with the reference, for current rows and columns against slots
+    ``part`` and back."""
     b, hard = len(ids.columns), ids.columns.shape[1] - 1
     current = InfoNCE(0.5)._pairs(*rows(0, b, hard), ids, bank)
     stored = bank.pairs(part)

@@ -1,4 +1,5 @@
-"""Learning a teacher's scores: by hand, against sentence-transformers, in every method, each with a control that must differ."""
+"""Learning a teacher's scores: by hand, against sentence-transformers, in every method, each with a
+control that must differ."""
 
 import copy
 from dataclasses import replace
@@ -113,7 +114,10 @@ def taught(batches: list[MicroBatch], seed: int = 0) -> list[MicroBatch]:
     return found
 
 
-def objective(kind, weight=1.0, matryoshka=Matryoshka((8,), (0.5,), True)) -> Objective:  # noqa: B008 - frozen
+HALF_WIDTH = Matryoshka((8,), (0.5,), True)
+
+
+def objective(kind, weight=1.0, matryoshka=HALF_WIDTH) -> Objective:
     return Objective(InfoNCE(0.1), matryoshka, Distillation(kind, 0.1, 2.0, weight))
 
 
@@ -146,8 +150,8 @@ def test_the_methods_keep_their_equivalences(kind):
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "in_batch"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_pair_of_a_step_weighs_the_same_however_it_is_cut(kind, method):
-    """What distillation adds to the gradients, with micro-batches of 4, 2 and 6 pairs beside a bank in use, against the mean
-    over the step's pairs."""
+    """What distillation adds to the gradients, with micro-batches of 4, 2 and 6 pairs beside a bank
+    in use, against the mean over the step's pairs."""
     batches = [
         taught(micro_batches(1, size, 2, passages=20, seed=size), size)[0] for size in (4, 2, 6)
     ]

@@ -1,4 +1,5 @@
-"""Loss and bank against a full matrix built from plain lists in float64, over enough pushes to wrap many times."""
+"""Loss and bank against a full matrix built from plain lists in float64, over enough pushes to wrap
+many times."""
 
 import itertools
 
@@ -53,7 +54,8 @@ def differences(
     failing: bool = False,
     handed_over=lambda computed: computed,
 ) -> float:
-    """Largest difference of loss and gradients between the package and the full matrix; three pushes are a step.
+    """Largest difference of loss and gradients between the package and the full matrix; three
+    pushes are a step.
 
     b: pairs of each push, or their sizes in turn. handed_over: makes what each push is given from
     what the loss has computed for it. failing: whether each step is tried twice and rolled back
@@ -85,8 +87,16 @@ def differences(
                 bank.rollback()
         found = loss(queries, passages_of_batch, batch.ids, bank)
         plain = slow_loss(
-            queries, passages_of_batch, batch.ids, slow, TEMPERATURE, mask=mask, rows=rows, weight=weight, decay=slow_decay
-        )  # fmt: skip
+            queries,
+            passages_of_batch,
+            batch.ids,
+            slow,
+            TEMPERATURE,
+            mask=mask,
+            rows=rows,
+            weight=weight,
+            decay=slow_decay,
+        )
         ours = torch.autograd.grad(found.value, (queries, passages_of_batch))
         theirs = torch.autograd.grad(plain, (queries, passages_of_batch))
         largest = max(largest, abs((found.value - plain).item()))
@@ -183,7 +193,8 @@ def test_row_weights_and_the_one_sided_bank(weight, rows):
     ],
 )
 def test_age_lowers_logits_by_the_steps_between_row_and_column(size, options):
-    """Between stored vectors too, where the kept log-sum-exps must not change as both grow older."""
+    """Between stored vectors too, where the kept log-sum-exps must not change as both grow
+    older."""
     assert differences(size, decay=0.7, **options) < SAME
     assert differences(size, decay=0.7, slow_decay=0.6, **options) > 1e-3
 
@@ -472,7 +483,8 @@ def test_a_bank_read_under_other_settings_has_their_sums(changed):
         into.end_step()
 
     def apart(bank):
-        """Largest difference of the kept sums, and of the rows' own logits, from the whole matrix."""
+        """Largest difference of the kept sums, and of the rows' own logits, from the whole
+        matrix."""
         queries, passages = bank.queries[: bank.fill], bank.passages[: bank.fill, 0]
         logits = queries @ passages.T / bank.similarity.temperature
         own = logits.diagonal().clone()

@@ -1,4 +1,5 @@
-"""Losses at several widths: against sentence-transformers, against full matrices, in every method, each with a control."""
+"""Losses at several widths: against sentence-transformers, against full matrices, in every method,
+each with a control."""
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def objective(
 def vectors(b: int, columns: int, seed: int, unit: bool = True) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     made = (torch.randn(b, *shape, DIM, generator=generator) for shape in ((), (columns,)))
-    return tuple((F.normalize(each, dim=-1) if unit else each).requires_grad_() for each in made)  # type: ignore[return-value]
+    return tuple((F.normalize(each, dim=-1) if unit else each).requires_grad_() for each in made)
 
 
 class Given(nn.Module):
@@ -76,7 +77,8 @@ def slow_cut(tensor: Tensor, width: int, unit: bool) -> Tensor:
 def through_a_bank(
     size=10, hard=1, mask=True, unit=True, row_weight="all", wrong=lambda k: k, pushes=12
 ) -> float:
-    """Largest difference of loss and gradients from full matrices at each width, over pushes that wrap the ring."""
+    """Largest difference of loss and gradients from full matrices at each width, over pushes that
+    wrap the ring."""
     loss = objective(unit, mask, temperature=TEMPERATURE if unit else 5.0)
     options = {"hard_negatives": hard, "row_weight": row_weight}
     bank = make_bank(size, DIM, loss, push=4, **options)
@@ -90,8 +92,13 @@ def through_a_bank(
         for width, weight in widths.items():
             cut = [slow_cut(each, wrong(width), unit) for each in (queries, passages)]
             at = slow_loss(
-                *cut, batch.ids, slow[width], loss.similarity.temperature, mask=mask, weight=row_weight
-            )  # fmt: skip
+                *cut,
+                batch.ids,
+                slow[width],
+                loss.similarity.temperature,
+                mask=mask,
+                weight=row_weight,
+            )
             plain = plain + weight * at
         found = [
             (value, *torch.autograd.grad(value, (queries, passages))) for value in (fast, plain)
@@ -115,9 +122,17 @@ def through_a_bank(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"size": 23}, {"hard": 0}, {"hard": 2}, {"mask": False}, {"unit": False}, {"row_weight": "current"}],
+    [
+        {},
+        {"size": 23},
+        {"hard": 0},
+        {"hard": 2},
+        {"mask": False},
+        {"unit": False},
+        {"row_weight": "current"},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_each_width_has_its_own_bank(options):
     assert through_a_bank(**options) < 2e-5
 

@@ -1,4 +1,5 @@
-"""A whole optimizer step on PyTorch's ``meta`` device, which holds no values: reading one from the device fails."""
+"""A whole optimizer step on PyTorch's ``meta`` device, which holds no values: reading one from the
+device fails."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -49,7 +50,8 @@ class MetaEngine:
 
 
 def take_steps(method: str, loss: Loss, steps: int = 2, **options: object) -> Bank:
-    """Run optimizer steps of a method with a bank of 10 rows, so that pushes wrap the ring, and roll back one more."""
+    """Run optimizer steps of a method with a bank of 10 rows, so that pushes wrap the ring, and
+    roll back one more."""
     two_pass = method in ("grad_cache", "cont_cache")
     options = {"columns_only": method == "passage_bank", **options}
     bank = make_bank(
@@ -124,7 +126,8 @@ READS: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("read", READS)
 def test_a_read_from_the_device_fails_on_meta(read, monkeypatch):
-    """Negative control: a loss that waits for the device, or mixes devices, does not pass the test above."""
+    """Negative control: a loss that waits for the device, or mixes devices, does not pass the test
+    above."""
     plain = InfoNCE.__call__
 
     def reading(
@@ -141,7 +144,8 @@ def test_a_read_from_the_device_fails_on_meta(read, monkeypatch):
 
 @pytest.mark.parametrize(("size", "pairs"), [(1024, 8), (32_768, 64)])
 def test_a_bank_adds_few_device_operations(size, pairs, monkeypatch):
-    """At most 70 more than grad_accum, with the openings of blocks spread over the pushes of one turn of the ring."""
+    """At most 70 more than grad_accum, with the openings of blocks spread over the pushes of one
+    turn of the ring."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2] / "benchmarks")])
     from launches import count
 

@@ -1,4 +1,5 @@
-"""Equivalences between the six methods, on every parameter's gradient, each with a control that must differ."""
+"""Equivalences between the six methods, on every parameter's gradient, each with a control that
+must differ."""
 
 import copy
 
@@ -129,7 +130,8 @@ def test_a_bank_emptied_after_each_step_holds_this_step_alone():
 @pytest.mark.parametrize("mask", [True, False])
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
 def test_cont_accum_equals_the_slow_version(hard, mask, similarity):
-    """Every parameter's gradient over 4 steps of 4 micro-batches through a ring of 10 rows, against plain lists."""
+    """Every parameter's gradient over 4 steps of 4 micro-batches through a ring of 10 rows, against
+    plain lists."""
     temperature = 0.1 if similarity == "cosine" else 5.0
     data = steps(4, hard=hard, passages=20)
     start = tiny_encoder(similarity=similarity)
@@ -213,7 +215,8 @@ def test_the_first_pass_keeps_one_graph():
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_a_loss_scale_multiplies_every_gradient_alike(method):
-    """fp16's scaler scales each of a step's backward passes: undone once, the step's gradients are the plain ones."""
+    """fp16's scaler scales each of a step's backward passes: undone once, the step's gradients are
+    the plain ones."""
     data = steps(1, hard=1)
     plain, plain_loss = run_steps(method, data, bank_size=16, push=16)
     encoder = tiny_encoder().train()

@@ -1,4 +1,5 @@
-"""Pairs that the loss leaves out: all methods against a full matrix of plain lists, each with a control that must differ."""
+"""Pairs that the loss leaves out: all methods against a full matrix of plain lists, each with a
+control that must differ."""
 
 import copy
 from collections.abc import Callable
@@ -66,7 +67,8 @@ class Pair(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A rule and its plain form: whether a row of one pair meets a column of another pair or of the same.
+    """A rule and its plain form: whether a row of one pair meets a column of another pair or of the
+    same.
 
     The plain form gets the row's pair, the column's pair, the index of the passage, the score of
     row and column and that of the row and its positive.
@@ -132,7 +134,8 @@ CASES = {
 
 
 def plain_loss(current: list[Pair], stored: list[Pair], rows: list[Pair], left_out) -> Tensor:
-    """Mean over ``rows`` of the cross-entropy with the columns of ``current`` and ``stored``, computed pair by pair."""
+    """Mean over ``rows`` of the cross-entropy with the columns of ``current`` and ``stored``,
+    computed pair by pair."""
     total = torch.zeros(())
     for row in rows:
         logits, target = [], None
@@ -296,7 +299,8 @@ def test_distillation_keeps_the_passages_that_a_rule_leaves_out():
 
 @pytest.mark.parametrize("name", ["own", "guide"])
 def test_left_out_pairs_are_counted(name):
-    """For current rows, with current and stored columns, without those that are masked by id or missing."""
+    """For current rows, with current and stored columns, without those that are masked by id or
+    missing."""
     rules, left_out = CASES[name]
     (first, second), *_ = steps(1)
     loss, plain = InfoNCE(TEMPERATURE, rules=rules), PlainBank(SIZE)
@@ -343,7 +347,8 @@ def test_guide_vectors_are_compared_in_chunks(size, monkeypatch):
 
 
 def test_restored_bank_keeps_its_sums_only_under_the_same_rules():
-    """With another margin the log-sum-exps are computed again, as those of a bank that had this margin from the start."""
+    """With another margin the log-sum-exps are computed again, as those of a bank that had this
+    margin from the start."""
     data = [batch.ids for batch in steps(1)[0]]
 
     def filled(margin: float) -> tuple[InfoNCE, object]:

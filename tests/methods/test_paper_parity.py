@@ -1,4 +1,5 @@
-"""`cont_accum` against a second reading of the published rules, with scripted embeddings and no encoder.
+"""`cont_accum` against a second reading of the published rules, with scripted embeddings and no
+encoder.
 
 The rules, from Kim et al. 2024 (arXiv 2406.12356), section 3.2, and their published configurations:
 - a micro-batch first meets the banks as the micro-batches before it left them, then enters them,
@@ -30,7 +31,8 @@ DIFFERENT = 1e-3
 
 
 def script(hard: int, seed: int = 0) -> list[list[dict]]:
-    """Embeddings of every micro-batch: queries (B, d), positives (B, d), hard negatives (B, H, d)."""
+    """Embeddings of every micro-batch: queries (B, d), positives (B, d), hard negatives (B, H,
+    d)."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -44,7 +46,8 @@ def script(hard: int, seed: int = 0) -> list[list[dict]]:
 def published(
     steps: list[list[dict]], size: int, *, queries: bool = True, past: bool = True
 ) -> list[tuple]:
-    """Loss of each step and the gradients of each micro-batch's embeddings; ``past`` False empties the banks at each step."""
+    """Loss of each step and the gradients of each micro-batch's embeddings; ``past`` False empties
+    the banks at each step."""
     bank: list[tuple] = []  # (query, positive, hard negatives), oldest first
     found = []
     for step in steps:
@@ -69,7 +72,8 @@ def published(
 
 
 class Scripted:
-    """An engine whose encoder is a script: its embeddings are leaves, so that a backward pass leaves their gradients."""
+    """An engine whose encoder is a script: its embeddings are leaves, so that a backward pass
+    leaves their gradients."""
 
     def __init__(self) -> None:
         self.leaves: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -91,7 +95,8 @@ class Scripted:
 
 
 def ours(steps: list[list[dict]], size: int, method: str = "cont_accum", **options) -> list[tuple]:
-    """The same from the package: bank, loss and method as a training run has them, with the published settings."""
+    """The same from the package: bank, loss and method as a training run has them, with the
+    published settings."""
     hard = steps[0][0]["n"].shape[1]
     loss = InfoNCE(1.0, mask_false_negatives=False)
     bank = make_bank(size, DIM, loss, push=B, hard_negatives=hard, **options)
@@ -148,7 +153,8 @@ def test_without_query_bank_equals_passage_bank(hard):
 
 @pytest.mark.parametrize("hard", [0, 1])
 def test_without_past_encoder_is_one_switch(hard):
-    """The banks are emptied when the weights change, so that they hold this step's micro-batches alone."""
+    """The banks are emptied when the weights change, so that they hold this step's micro-batches
+    alone."""
     steps = script(hard)
     assert apart(ours(steps, 12, keep=False), published(steps, 12, past=False)) < SAME
     assert apart(ours(steps, 12), published(steps, 12, past=False)) > DIFFERENT
@@ -174,7 +180,8 @@ def test_without_accumulation_is_n_equal_to_b():
 
 
 def test_the_reading_tells_right_from_wrong():
-    """Negative control: another bank size, another order of use and enqueue, other rows or weights are seen."""
+    """Negative control: another bank size, another order of use and enqueue, other rows or weights
+    are seen."""
     steps = script(1)
     right = published(steps, 12)
     assert apart(ours(steps, 11), right) > DIFFERENT

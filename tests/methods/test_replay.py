@@ -47,7 +47,8 @@ def prepared(share: float, dropout: float = 0.0) -> Engine:
 def gradient(
     engine: Engine, method: str, batches: list, number: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Gradients of all parameters with the sample of optimizer step ``number``; zeros for a tower that was not replayed."""
+    """Gradients of all parameters with the sample of optimizer step ``number``; zeros for a tower
+    that was not replayed."""
     loss = InfoNCE(0.1)
     hard = batches[0].ids.columns.shape[1] - 1
     engine.begin_step(number)
@@ -137,7 +138,8 @@ def test_systematic_sample_rounds_a_fractional_count_up_or_down():
 
 
 def test_text_of_probability_zero_is_never_kept_at_the_end_of_the_line():
-    """The sum of the probabilities is rounded, so the last point can be beyond the last interval."""
+    """The sum of the probabilities is rounded, so the last point can be beyond the last
+    interval."""
     gradients = torch.cat(
         [torch.rand(31, 4, generator=torch.Generator().manual_seed(0)) + 0.1, torch.zeros(1, 4)]
     )
@@ -177,7 +179,8 @@ def test_selected_texts_keep_their_tokens_and_lose_padding(side):
 
 
 def deviations(method: str, share: float) -> dict[str, float]:
-    """Distance of the mean of many draws from the exact gradient, for each parameter, in standard errors of that mean."""
+    """Distance of the mean of many draws from the exact gradient, for each parameter, in standard
+    errors of that mean."""
     batches = micro_batches(2, 8, hard_negatives=1, passages=20)
     exact = gradient(prepared(1.0), method, batches)
     engine = prepared(share)
@@ -234,7 +237,8 @@ def test_share_one_equals_the_method_without_replay_to_the_bit(method):
 
 @pytest.mark.parametrize("method", TWO_PASS)
 def test_replaying_every_text_gives_the_exact_gradient(method):
-    """Compare the sampled second pass with all probabilities 1 (to rounding) with GradCache's second pass."""
+    """Compare the sampled second pass with all probabilities 1 (to rounding) with GradCache's
+    second pass."""
     batches = micro_batches(4, 4, hard_negatives=1)
     exact, every = (gradient(prepared(share), method, batches) for share in (1.0, 1 - 1e-12))
     assert largest_difference([every], [exact]) < SAME
@@ -253,7 +257,8 @@ def test_sample_depends_only_on_seed_and_step():
 
 
 def test_second_pass_encodes_the_share_within_one_micro_batch_of_tokens(monkeypatch):
-    """Memory is at most grad_cache's: each graph has at most the padded tokens of one micro-batch, and the first pass has none.
+    """Memory is at most grad_cache's: each graph has at most the padded tokens of one micro-batch,
+    and the first pass has none.
 
     Tokens are counted instead of bytes, whose peak on a CPU depends on the allocator."""
     batches = micro_batches(4, 4, hard_negatives=2)

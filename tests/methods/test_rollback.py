@@ -64,7 +64,8 @@ def take_steps(bank: Bank, sizes: list[list[int]], seed: int) -> None:
     ids=str,
 )
 def test_a_step_taken_back_leaves_no_trace(options, before):
-    """Pushes of many sizes, which wrap the ring several times and bring rows with more known positives than any before."""
+    """Pushes of many sizes, which wrap the ring several times and bring rows with more known
+    positives than any before."""
     draw = random.Random(before)
     sizes = [[draw.randint(1, 5) for _ in range(draw.randint(1, 6))] for _ in range(before)]
     options = dict(options)
@@ -104,7 +105,8 @@ def test_a_push_that_breaks_off_in_the_middle_is_taken_back(monkeypatch):
 
 
 def test_only_what_the_step_overwrote_is_kept():
-    """A push keeps the overwritten vectors, and of the table one row of numbers; nothing is kept after the step."""
+    """A push keeps the overwritten vectors, and of the table one row of numbers; nothing is kept
+    after the step."""
     bank = make_bank(1000, DIM, InfoNCE(0.2), push=2)
     for number in range(5):
         push(bank, 2, number)

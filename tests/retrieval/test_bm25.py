@@ -31,7 +31,8 @@ STOP = {"and", "the", "is"}
 
 
 def formula(query: str, key: str, k1: float = 1.5, b: float = 0.75) -> float:
-    """Lucene's BM25: the sum over query words of idf * tf / (tf + k1 * (1 - b + b * length / mean length))."""
+    """Lucene's BM25: the sum over query words of idf * tf / (tf + k1 * (1 - b + b * length / mean
+    length))."""
     documents = {
         name: [word for word in words if word not in STOP] for name, words in WORDS.items()
     }

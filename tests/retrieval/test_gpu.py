@@ -34,7 +34,8 @@ def shards(dtype: str = "float32") -> list[Shard]:
 
 @pytest.mark.parametrize("factory", ["Flat", "IVF16,Flat", "IVF16,SQfp16", "IVF16,PQ8"])
 def test_an_index_on_gpus_finds_what_it_finds_on_the_cpu(factory):
-    """Every list is read, so that only rounding is left to differ; it is coarser in half precision and in PQ's tables."""
+    """Every list is read, so that only rounding is left to differ; it is coarser in half precision
+    and in PQ's tables."""
     index = Index.build(shards(), Origin(factory))
     index.set_search_params("nprobe=16" if "IVF" in factory else "")
     scores, rows = index.search(QUERIES, 50)

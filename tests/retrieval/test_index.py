@@ -1,4 +1,5 @@
-"""Saved indexes, damaged ones, faiss that is missing or meets torch, and memory while an index is built."""
+"""Saved indexes, damaged ones, faiss that is missing or meets torch, and memory while an index is
+built."""
 
 import subprocess
 import sys
@@ -191,7 +192,8 @@ def test_torch_and_faiss_work_in_one_process_in_either_order(first, second):
 
 @pytest.fixture
 def gpu_calls(monkeypatch) -> list[tuple[bool, list[int]]]:
-    """Replace the GPU classes of faiss, which only a GPU build has, by those of the CPU; HNSW has no GPU version."""
+    """Replace the GPU classes of faiss, which only a GPU build has, by those of the CPU; HNSW has
+    no GPU version."""
     faiss = index_module.load_faiss()
     calls: list[tuple[bool, list[int]]] = []
 

@@ -1,4 +1,5 @@
-"""Killed calls of mine, encode and search: the next call leaves no unfinished file, and the result of a call that ended."""
+"""Killed calls of mine, encode and search: the next call leaves no unfinished file, and the result
+of a call that ended."""
 
 import os
 import signal
@@ -47,7 +48,8 @@ def leftovers(folder: Path) -> list[Path]:
 def assert_survives_kills(
     call: Callable[[Path], object], folder: Path, first: int, result: Callable[[Path], object]
 ) -> None:
-    """Kill a call at every third moment; the next call must leave no unfinished file, and the result of a call that ended."""
+    """Kill a call at every third moment; the next call must leave no unfinished file, and the
+    result of a call that ended."""
     call(folder / "whole")
     expected, left_behind = result(folder / "whole"), 0
     for moment in range(first, 1000, 3):
@@ -67,7 +69,8 @@ def assert_survives_kills(
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Contents by name, without lock files: the next call that needs the lock takes it over from the dead process."""
+    """Contents by name, without lock files: the next call that needs the lock takes it over from
+    the dead process."""
     found = [
         path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".lock")
     ]

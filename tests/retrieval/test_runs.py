@@ -1,4 +1,5 @@
-"""TREC run files: what is written can be read, in the same order; what cannot be carried is refused."""
+"""TREC run files: what is written can be read, in the same order; what cannot be carried is
+refused."""
 
 import gzip
 import json

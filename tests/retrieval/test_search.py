@@ -1,4 +1,5 @@
-"""Exact search against the obvious sort; approximate search against exact; ties, cuts and what is refused."""
+"""Exact search against the obvious sort; approximate search against exact; ties, cuts and what is
+refused."""
 
 from dataclasses import replace
 
@@ -96,7 +97,8 @@ def test_search_differs_when_one_vector_differs(backend):
 
 
 def whole_numbers(rows: int, dim: int, seed: int) -> np.ndarray:
-    """Vectors whose products are exact in float32, so that equal products are ties on every device."""
+    """Vectors whose products are exact in float32, so that equal products are ties on every
+    device."""
     return np.random.default_rng(seed).integers(-2, 3, (rows, dim)).astype(np.float32)
 
 
@@ -435,7 +437,8 @@ def test_finished_embeddings_serve_whatever_their_shard_size_and_form(tmp_path):
 
 @pytest.mark.parametrize("form", ["npy", "parquet"])
 def test_a_search_finishes_embeddings_of_any_shard_size_and_form(form, tmp_path):
-    """It once advised to delete the folder, because shard_size was 1 and not the default, which search cannot set."""
+    """It once advised to delete the folder, because shard_size was 1 and not the default, which
+    search cannot set."""
     encode_texts(
         WordEncoder(),
         Texts.of_corpus(CORPUS),

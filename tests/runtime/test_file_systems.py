@@ -1,4 +1,5 @@
-"""File systems with fewer abilities than a local disk: no flock, no hard links, no flush of a folder."""
+"""File systems with fewer abilities than a local disk: no flock, no hard links, no flush of a
+folder."""
 
 import errno
 import os

@@ -1,4 +1,5 @@
-"""Without a network, every command that asks the Hub ends soon with one sentence, and cached files still work."""
+"""Without a network, every command that asks the Hub ends soon with one sentence, and cached files
+still work."""
 
 import json
 import os
@@ -18,17 +19,20 @@ from contaccum.runtime import hub
 
 CALL = """
 import json, os, sys, time
-from contaccum.catalog import fetch, hub_sets, pinned  # imports take time, the answer of the Hub must not
+# imports take time, the answer of the Hub must not
+from contaccum.catalog import fetch, hub_sets, pinned
 from contaccum.encoder import DualEncoder
 from contaccum.errors import InputError
 for name in sys.argv[1:]:
-    if os.fork():  # each look-up in a process of its own, at the same time: it does not know that another one failed
+    # all look-ups at the same time, each in its own process, so that none knows of a failure
+    if os.fork():
         continue
     began, said = time.monotonic(), ""
     try:
-        fetch(name) if name in ("hub:owner/name", "miracl/sw", "mteb/NFCorpus") else DualEncoder.load(
-            name, max_query_length=8, max_passage_length=8
-        )
+        if name in ("hub:owner/name", "miracl/sw", "mteb/NFCorpus"):
+            fetch(name)
+        else:
+            DualEncoder.load(name, max_query_length=8, max_passage_length=8)
     except InputError as error:
         said = str(error)
     line = json.dumps([name, said, time.monotonic() - began])
@@ -78,7 +82,8 @@ REFUSED, SILENT, CACHED = (
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """Endpoint, answers and stderr of a server that refuses connections, and of one that accepts them and never answers."""
+    """Endpoint, answers and stderr of a server that refuses connections, and of one that accepts
+    them and never answers."""
     home, found = tmp_path_factory.mktemp("hub"), []
     commit = "0" * 39 + "1"
     repository = home / "hub" / f"models--{CACHED.replace('/', '--')}"
@@ -125,7 +130,8 @@ def test_offline_mode_is_named(tmp_path):
 
 
 def test_a_late_answer_of_the_hub_is_not_taken_for_a_setting_of_the_user(monkeypatch):
-    """The look-up of an address can take longer than the wait. contaccum has then set HF_HUB_OFFLINE, not the user."""
+    """The look-up of an address can take longer than the wait. contaccum has then set
+    HF_HUB_OFFLINE, not the user."""
     looked_up, asked = threading.Event(), []
 
     def head(*_, **__):

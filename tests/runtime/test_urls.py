@@ -1,4 +1,5 @@
-"""Paths with a URL scheme are refused in one sentence by every command, as input and as output; nothing is created."""
+"""Paths with a URL scheme are refused in one sentence by every command, as input and as output;
+nothing is created."""
 
 from pathlib import Path
 

@@ -43,7 +43,8 @@ def files_of(checkpoint: Path) -> list[Path]:
 
 
 def test_flipped_bit_in_any_file_falls_back_to_previous_checkpoint(run, capsys):
-    """Flip bits of the first, the middle, the last and some other bytes of each file, including the manifest."""
+    """Flip bits of the first, the middle, the last and some other bytes of each file, including the
+    manifest."""
     newest, before = (run / "checkpoints" / f"step-{step:08d}" for step in (2, 1))
     files = files_of(newest)
     assert {"manifest.json", "state.json", "bank.safetensors", "optimizer.safetensors"} <= {
@@ -132,7 +133,8 @@ def gone_process() -> int:
 
 
 def test_temporary_files_of_a_killed_run_are_removed(tmp_path):
-    """Remove temporary files of killed processes of any host, restore a half-replaced folder, and keep all others."""
+    """Remove temporary files of killed processes of any host, restore a half-replaced folder, and
+    keep all others."""
     pid = gone_process()
     (tmp_path / f".model.01234567-{pid}.part" / "inner").mkdir(parents=True)
     (tmp_path / f".log.jsonl.89abcdef-{pid}.part").write_text("half")
@@ -242,7 +244,8 @@ def test_temporary_names_of_two_hosts_and_long_names_differ(tmp_path, monkeypatc
 
 
 def test_folder_files_are_flushed_once_before_the_rename(tmp_path, monkeypatch):
-    """Flush the content, then its folders, then rename, then flush the parent folder, to survive a power failure."""
+    """Flush the content, then its folders, then rename, then flush the parent folder, to survive a
+    power failure."""
     flushed, plain_sync, plain_replace = [], os.fsync, os.replace
 
     def fsync(descriptor):

@@ -31,8 +31,8 @@ def data(tmp_path):
     [("passage_bank", 1.0), ("cont_accum", 1.0), ("cont_cache", 1.0), ("cont_cache", 0.5)],
 )
 def test_drift_is_zero_only_for_unchanged_weights(method, share, data, tmp_path):
-    """The dropout noise is replayed (partial replay fills the bank without it), so the cosine is 1 to rounding if the weights do
-    not change."""
+    """The dropout noise is replayed (partial replay fills the bank without it), so the cosine is 1
+    to rounding if the weights do not change."""
     for rate, still in ((0.0, True), (1e-3, False)):
         run = tmp_path / f"{rate}"
         changes = {"optim.learning_rate": rate, "optim.max_steps": 4}
@@ -123,8 +123,9 @@ def test_bank_ages_equal_hand_computed_values(data, tmp_path):
 @pytest.mark.parametrize(
     ("method", "changes", "weight"),
     [
-        ("in_batch", {}, 1 / 16), ("grad_accum", {}, 1 / 4), ("grad_cache", {}, 1 / 16), ("passage_bank", {}, 1 / 4),
-        ("cont_accum", {}, 1 / 28), ("cont_cache", {}, 1 / 40), ("cont_accum", {"bank.row_weight": "current"}, 1 / 4),
+        ("in_batch", {}, 1 / 16), ("grad_accum", {}, 1 / 4), ("grad_cache", {}, 1 / 16),
+        ("passage_bank", {}, 1 / 4), ("cont_accum", {}, 1 / 28), ("cont_cache", {}, 1 / 40),
+        ("cont_accum", {"bank.row_weight": "current"}, 1 / 4),
     ],
 )  # fmt: skip
 def test_row_weights_equal_hand_computed_values(method, changes, weight, data, tmp_path):
@@ -137,7 +138,8 @@ def test_row_weights_equal_hand_computed_values(method, changes, weight, data, t
 )
 @pytest.mark.parametrize("method", ["cont_accum", "cont_cache"])
 def test_logged_loss_is_the_mean_over_rows_for_both_row_weights(method, changes, data, tmp_path):
-    """Without updates, both weights see the same embeddings, so the mean over all rows must be the same."""
+    """Without updates, both weights see the same embeddings, so the mean over all rows must be the
+    same."""
     logs = {}
     for weight in ("all", "current"):
         frozen = {
@@ -160,7 +162,8 @@ def test_logged_loss_is_the_mean_over_rows_for_both_row_weights(method, changes,
 
 
 def test_logged_clipped_norms_equal_gradient_norms(data, tmp_path):
-    """The logged norms are those of the clipped gradients; gradients below the limit are not clipped."""
+    """The logged norms are those of the clipped gradients; gradients below the limit are not
+    clipped."""
     config = train_config(
         data, tmp_path / "run", **{"optim.max_grad_norm": 0.05, "optim.max_steps": 3}
     )

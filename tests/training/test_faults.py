@@ -1,4 +1,5 @@
-"""A run killed just before any system call, also while it writes a checkpoint, resumes to the same bytes."""
+"""A run killed just before any system call, also while it writes a checkpoint, resumes to the same
+bytes."""
 
 import json
 import os
@@ -62,7 +63,8 @@ class Faults:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory):
-    """Worker, a run killed after its checkpoint of step 2 of 4, and the weights of the uninterrupted run."""
+    """Worker, a run killed after its checkpoint of step 2 of 4, and the weights of the
+    uninterrupted run."""
     folder = tmp_path_factory.mktemp("faults")
     faults = Faults(folder)
     data, whole, start = write_beir(folder / "data"), folder / "whole", folder / "start"
@@ -78,7 +80,8 @@ def scene(tmp_path_factory):
 
 
 def resume_killed_at(scene, at: int, run: Path) -> int:
-    """Resume a copy of the killed run, kill it before call ``at``, and return the number of calls if it survived."""
+    """Resume a copy of the killed run, kill it before call ``at``, and return the number of calls
+    if it survived."""
     faults, call, start, _ = scene
     shutil.rmtree(run, ignore_errors=True)
     shutil.copytree(start, run)

@@ -1,4 +1,5 @@
-"""Training runs whose loss leaves out pairs: by a guide's scores, by the model's own scores, by the rule of a set."""
+"""Training runs whose loss leaves out pairs: by a guide's scores, by the model's own scores, by the
+rule of a set."""
 
 import json
 import shutil
@@ -25,7 +26,8 @@ from contaccum.training.run_folder import newest_checkpoint
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """BEIR folder ``data``, a second set ``pairs.jsonl``, and an encoder ``guide`` with another tokenizer and width."""
+    """BEIR folder ``data``, a second set ``pairs.jsonl``, and an encoder ``guide`` with another
+    tokenizer and width."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
     data = write_beir(tmp_path / "data")

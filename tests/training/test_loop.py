@@ -116,14 +116,16 @@ def test_every_method_trains_logs_and_learns(method, data, tmp_path):
 
 
 def test_logged_negatives_equal_columns_minus_the_positive(data, tmp_path):
-    """With N = 16, B = 4, H = 1, M = 24: the columns of a row are its micro-batch's and the bank's, minus its positive."""
+    """With N = 16, B = 4, H = 1, M = 24: the columns of a row are its micro-batch's and the bank's,
+    minus its positive."""
     changes = {"data.hard_negatives": 1, "optim.max_steps": 3, "loss.mask_false_negatives": False}
     seen = {}
     for method in METHOD_SPECS:
         train(train_config(data, tmp_path / method, method, **changes))
         seen[method] = read_log(tmp_path / method)[-1]["negatives"]
     assert seen == {
-        "in_batch": 31, "grad_accum": 7, "grad_cache": 31, "passage_bank": 7 + 48, "cont_accum": 7 + 48, "cont_cache": 31 + 48,
+        "in_batch": 31, "grad_accum": 7, "grad_cache": 31, "passage_bank": 7 + 48,
+        "cont_accum": 7 + 48, "cont_cache": 31 + 48,
     }  # fmt: skip
 
 
@@ -168,7 +170,8 @@ def test_best_dev_model_is_saved(data, tmp_path):
 
 
 def test_log_and_dev_evaluation_follow_their_settings(data, tmp_path, monkeypatch):
-    """Every fourth step and the last are logged, the named split is used, and no evaluation batch exceeds its tokens."""
+    """Every fourth step and the last are logged, the named split is used, and no evaluation batch
+    exceeds its tokens."""
     (data / "qrels" / "dev.tsv").rename(data / "qrels" / "held_out.tsv")
     passes = []
     forward = Tower.forward
@@ -180,8 +183,12 @@ def test_log_and_dev_evaluation_follow_their_settings(data, tmp_path, monkeypatc
 
     monkeypatch.setattr(Tower, "forward", seen)
     changes = {
-        "data.dev": str(data), "run.log_steps": 4, "run.eval_steps": 3, "run.drift_steps": 0, "run.eval_batch_tokens": 40
-    }  # fmt: skip
+        "data.dev": str(data),
+        "run.log_steps": 4,
+        "run.eval_steps": 3,
+        "run.drift_steps": 0,
+        "run.eval_batch_tokens": 40,
+    }
     train(train_config(data, tmp_path / "run", **changes, **{"data.dev_split": "held_out"}))
     assert [(line["step"], "dev" in line) for line in read_log(tmp_path / "run")] == [
         (3, True), (4, False), (6, False), (6, True)
@@ -228,7 +235,8 @@ def test_failed_evaluation_is_repeated_on_resume(data, tmp_path, monkeypatch):
 
 
 def test_best_model_that_was_not_saved_is_saved_on_resume(data, tmp_path, monkeypatch):
-    """The disk of ``model/`` is full at the first evaluation, which is the best; the checkpoint does not count it."""
+    """The disk of ``model/`` is full at the first evaluation, which is the best; the checkpoint
+    does not count it."""
     changes = {"data.dev": str(data), "run.eval_steps": 3, "run.save_steps": 0}
     whole, run = tmp_path / "whole", tmp_path / "run"
     # of one run, and of the other, which repeats its first evaluation
@@ -380,7 +388,8 @@ def test_tracker_that_cannot_start_is_a_sentence(data, tmp_path, monkeypatch):
 )
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_schedules_equal_transformers(schedule, peer, warmup):
-    """The warmup of transformers starts at 0, ours one step later; after the warmup both are equal."""
+    """The warmup of transformers starts at 0, ours one step later; after the warmup both are
+    equal."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = peer(optimizer, warmup, 20)
     for step in range(20):

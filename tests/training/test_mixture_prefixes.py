@@ -1,4 +1,5 @@
-"""Prefixes of a mixture: the shared prefix is saved with the model; different prefixes are named in a warning."""
+"""Prefixes of a mixture: the shared prefix is saved with the model; different prefixes are named in
+a warning."""
 
 import json
 import warnings

@@ -24,7 +24,8 @@ def data(tmp_path):
 def spoil_embedding(
     patch, step: int, value: float = math.nan, side: int = 0, place: tuple[int, ...] = (0, 0)
 ) -> None:
-    """Set one number of the embeddings of the second (or only) micro-batch of ``step`` to ``value``."""
+    """Set one number of the embeddings of the second (or only) micro-batch of ``step`` to
+    ``value``."""
     plain, calls = DualEncoder.forward, {"step": -1, "seen": 0}
 
     def forward(self, batch):
@@ -100,7 +101,8 @@ SENTENCES = {
 def test_nan_stops_the_run_and_names_examples_and_checkpoint(
     kind, method, data, tmp_path, monkeypatch
 ):
-    """Step 3 is saved although it is not due; resumed without the fault, the run equals the uninterrupted one."""
+    """Step 3 is saved although it is not due; resumed without the fault, the run equals the
+    uninterrupted one."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     train(train_config(data, whole, method))
     with monkeypatch.context() as patch:

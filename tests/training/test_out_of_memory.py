@@ -46,7 +46,8 @@ def spoil(monkeypatch, place: str, call: int, above: int = 2) -> None:
 
     above: only micro-batches of more pairs fail."""
     owner, name = {
-        "forward": (DualEncoder, "forward"), "backward": (Engine, "backward"), "loss": (InfoNCE, "__call__"),
+        "forward": (DualEncoder, "forward"), "backward": (Engine, "backward"),
+        "loss": (InfoNCE, "__call__"),
     }[place]  # fmt: skip
     original, calls = getattr(owner, name), iter(range(1, 10_000))
 
@@ -159,7 +160,8 @@ def test_advice_for_several_processes_says_that_the_step_cannot_be_retried():
 
 
 def switched(data, run, method, monkeypatch) -> Path:
-    """Train with half-size micro-batches from the third step on; the method fails before its first pass."""
+    """Train with half-size micro-batches from the third step on; the method fails before its first
+    pass."""
     original, calls = ALL_METHODS[method], iter(range(1, 10_000))
 
     def fails_once(*given):
@@ -233,7 +235,7 @@ def test_resumed_run_starts_with_the_smaller_size(data, tmp_path, monkeypatch):
 
 def test_token_budget_is_halved(data, tmp_path, monkeypatch):
     changes = {
-        **CHANGES, "model.max_passage_length": 48, "batch.micro_batch_size": "auto",
+        **CHANGES, "model.max_passage_length": 48, "batch.micro_batch_size": 8,
         "batch.micro_batch_tokens": 400, "bank.size": 0,
     }  # fmt: skip
     plain, run = tmp_path / "plain", tmp_path / "run"
@@ -248,7 +250,7 @@ def test_token_budget_is_halved(data, tmp_path, monkeypatch):
 
 BY_TOKENS = {
     "batch.micro_batch_tokens": 400,
-    "batch.micro_batch_size": "auto",
+    "batch.micro_batch_size": 8,
     "model.max_passage_length": 48,
 }
 
@@ -275,13 +277,19 @@ def test_drift_uses_the_micro_batch_size_of_each_step(cut, data, tmp_path, monke
 @pytest.mark.parametrize(
     ("method", "changes", "sentence"),
     [
-        ("cont_accum", {"batch.micro_batch_size": 1}, "micro-batches of 1 pairs; smaller "
-                                                      "micro-batches are impossible"),
-        ("cont_accum", {"batch.on_out_of_memory": "stop"}, "step 1: .* of 4 pairs; .* is stop; the "
-                                                           "run has no checkpoint"),
+        (
+            "cont_accum",
+            {"batch.micro_batch_size": 1},
+            "micro-batches of 1 pairs; smaller micro-batches are impossible",
+        ),
+        (
+            "cont_accum",
+            {"batch.on_out_of_memory": "stop"},
+            "step 1: .* of 4 pairs; .* is stop; the run has no checkpoint",
+        ),
         ("in_batch", {}, "in_batch cannot split its step into micro-batches; .* Use grad_cache"),
     ],
-)  # fmt: skip
+)
 def test_unrecoverable_out_of_memory_is_one_sentence(
     method, changes, sentence, data, tmp_path, monkeypatch
 ):
@@ -338,8 +346,9 @@ def test_out_of_memory_outside_the_passes_is_one_sentence(data, tmp_path, monkey
 def test_run_fits_into_a_limited_address_space(data, tmp_path):
     """A micro-batch of 64 pairs does not fit below the limit, smaller ones do."""
     changes = {
-        **CHANGES, "data.hard_negatives": 3, "batch.global_batch_size": 64, "batch.micro_batch_size": 64, "model.tiny_width": 128,
-        "model.tiny_layers": 2, "model.max_passage_length": 48, "optim.max_steps": 2,
+        **CHANGES, "data.hard_negatives": 3, "batch.global_batch_size": 64,
+        "batch.micro_batch_size": 64, "model.tiny_width": 128, "model.tiny_layers": 2,
+        "model.max_passage_length": 48, "optim.max_steps": 2,
     }  # fmt: skip
     config = train_config(data, tmp_path / "run", "grad_cache", **changes)
     file = tmp_path / "config.yaml"

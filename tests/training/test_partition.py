@@ -1,4 +1,5 @@
-"""Micro-batches by tokens: two-pass gradients do not change, and all pairs have equal weight in one-pass methods."""
+"""Micro-batches by tokens: two-pass gradients do not change, and all pairs have equal weight in
+one-pass methods."""
 
 import copy
 import importlib
@@ -45,7 +46,7 @@ SAME, DIFFERENT = (
     1e-3,
 )
 TOKENS = 250
-BY_TOKENS = {"batch.micro_batch_tokens": TOKENS, "batch.micro_batch_size": "auto"}
+BY_TOKENS = {"batch.micro_batch_tokens": TOKENS, "batch.micro_batch_size": 8}  # 8: not set
 LENGTHS = {"data.hard_negatives": 1, "model.max_passage_length": 48, "model.tiny_layers": 4}
 
 
@@ -108,7 +109,8 @@ def test_partition_does_not_change_the_bank_of_whole_steps(size, data):
 
 @pytest.mark.parametrize("method", ["grad_accum", "passage_bank", "cont_accum"])
 def test_partition_changes_one_pass_gradients(method, data):
-    """Negative control: in one-pass methods the micro-batches decide which negatives a query has."""
+    """Negative control: in one-pass methods the micro-batches decide which negatives a query
+    has."""
     plain, *_ = run_steps(method, data)
     cut, *_ = run_steps(method, data, **BY_TOKENS)
     assert largest_difference(cut, plain) > DIFFERENT
@@ -196,7 +198,8 @@ def test_micro_batches_of_equal_size_have_weight_one(count, stored, data):
 
 
 def test_two_processes_by_tokens_equal_one_process(data, tmp_path):
-    """With micro-batches of several sizes, joined first passes, three Matryoshka widths and distillation."""
+    """With micro-batches of several sizes, joined first passes, three Matryoshka widths and
+    distillation."""
     scored = str(write_scored_lines(data))
     jobs = {
         f"of {w}": Job([scored, str(tmp_path / f"of{w}")], w, worker="partition_worker")
@@ -322,7 +325,8 @@ def test_joined_first_pass_needs_less_memory_than_second_pass(data):
 
 
 def test_joined_micro_batches_have_about_as_many_tokens_as_the_group_size_allows(monkeypatch):
-    """Many short texts and a few long ones: joined with 11 others, the longest micro-batch would pad all to its length."""
+    """Many short texts and a few long ones: joined with 11 others, the longest micro-batch would
+    pad all to its length."""
     random, size, budget = np.random.default_rng(0), 12, 5120
     lengths = np.clip(random.lognormal(3.3, 0.8, 1024), 5, 512).astype(int)
     partition = partition_by_tokens(np.full(1024, 8), lengths[:, None], budget, 1)

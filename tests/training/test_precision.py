@@ -63,7 +63,8 @@ def test_bf16_keeps_loss_bank_and_gradients_in_fp32(method):
 
 
 def test_launcher_precision_does_not_change_a_run(monkeypatch):
-    """accelerate launch sets its default precision in the environment; run.precision overrides it."""
+    """accelerate launch sets its default precision in the environment; run.precision overrides
+    it."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     engine = Engine(device="cpu")
     with engine.autocast():

@@ -1,4 +1,5 @@
-"""W processes with B pairs equal one process with W·B pairs, for every method, and end together (gloo on the CPU)."""
+"""W processes with B pairs equal one process with W·B pairs, for every method, and end together
+(gloo on the CPU)."""
 
 import os
 import re
@@ -51,7 +52,8 @@ class Runs:
     def add(
         self, name: str, processes: int, *more: str, run: str = "", data: Path | None = None, **rest
     ) -> None:
-        """Add a job; names with a dot are settings, the others are arguments of Job. run: name of the run's folder."""
+        """Add a job; names with a dot are settings, the others are arguments of Job. run: name of
+        the run's folder."""
         data = data or self.data
         settings = {key: rest.pop(key) for key in list(rest) if "." in key or key == "method"}
         changes = {
@@ -282,7 +284,8 @@ def test_run_resumes_with_another_number_of_processes(name, whole, runs):
 
 
 def test_other_rows_per_loss_give_another_result(runs):
-    """Negative control: with another B x W the losses differ from the first step after the resume."""
+    """Negative control: with another B x W the losses differ from the first step after the
+    resume."""
     pairs = list(zip(runs.lines("of 2"), runs.lines("stuck"), strict=True))
     assert all(right["loss"] == pytest.approx(left["loss"], rel=1e-4) for left, right in pairs[:3])
     assert all(right["loss"] != pytest.approx(left["loss"], rel=1e-3) for left, right in pairs[3:])

@@ -1,4 +1,5 @@
-"""Random combinations of settings: a run that is resumed from any checkpoint equals the uninterrupted run, byte for byte.
+"""Random combinations of settings: a run that is resumed from any checkpoint equals the
+uninterrupted run, byte for byte.
 
 Each setting is tested alone elsewhere. Here, settings meet that no other test combines.
 """

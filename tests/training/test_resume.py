@@ -29,7 +29,8 @@ def data(tmp_path):
 
 
 def broken_after(run: Path, step: int, copy: Path) -> Path:
-    """Copy a run's folder as it was right after the checkpoint of ``step``, with later log lines."""
+    """Copy a run's folder as it was right after the checkpoint of ``step``, with later log
+    lines."""
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "model")
     for folder in (copy / "checkpoints").iterdir():
@@ -250,7 +251,8 @@ def test_checkpoint_of_another_bank_is_refused(data, tmp_path):
 
 @pytest.mark.parametrize("dev", [True, False])
 def test_run_resumed_after_its_last_step_has_a_model(dev, data, tmp_path):
-    """The checkpoint is of step 4 and the run now has three steps; the model of step 4 is evaluated and saved."""
+    """The checkpoint is of step 4 and the run now has three steps; the model of step 4 is evaluated
+    and saved."""
     run, changes = tmp_path / "run", {"data.dev": str(data), "run.eval_steps": 50} if dev else {}
     train(train_config(data, run, **changes))
     broken = broken_after(run, 4, tmp_path / "broken")
@@ -344,7 +346,8 @@ def test_changed_encoder_settings_empty_the_bank_and_are_saved(two_steps, tmp_pa
 
 @pytest.mark.filterwarnings("ignore:.*fewer than 3 hard negatives")
 def test_missing_passages_in_the_bank_stay_masked_if_new_ones_are_filled(data, tmp_path):
-    """Each query has one hard negative, so a stored pair of the first two steps lacks two of four passages."""
+    """Each query has one hard negative, so a stored pair of the first two steps lacks two of four
+    passages."""
     run = tmp_path / "run"
     settings = {"data.hard_negatives": 3, "bank.size": 16, "loss.mask_false_negatives": False}
     train(

@@ -1,4 +1,5 @@
-"""Folder of a run: files of other versions, symbolic links, strays, a folder that moves, changed dev data."""
+"""Folder of a run: files of other versions, symbolic links, strays, a folder that moves, changed
+dev data."""
 
 import json
 import shutil
@@ -53,7 +54,8 @@ def resume(scene, run: Path, **changes) -> None:
 
 
 def edit_state(checkpoint: Path, change) -> None:
-    """Change state.json and its entry in the manifest, as another version of contaccum would have written them."""
+    """Change state.json and its entry in the manifest, as another version of contaccum would have
+    written them."""
     state, manifest = (
         json.loads((checkpoint / name).read_text()) for name in ("state.json", "manifest.json")
     )
@@ -72,7 +74,8 @@ def edit_state(checkpoint: Path, change) -> None:
     [
         ({"format_version": 99}, "format_version 99"), ({"format_version": 0}, "format_version 0"),
         ({"format_version": "two"}, "format_version 'two'"),
-        ({"step": "three"}, "got `str` - at `[$].step`"), ({"bank": 5}, "got `int` - at `[$].bank`"),
+        ({"step": "three"}, "got `str` - at `[$].step`"),
+        ({"bank": 5}, "got `int` - at `[$].bank`"),
     ],
 )  # fmt: skip
 def test_state_of_another_version_or_of_wrong_types_is_refused(change, said, scene, tmp_path):
@@ -129,7 +132,7 @@ def test_config_of_a_run_starts_another_run(scene, tmp_path):
 def test_log_of_another_version_is_refused(scene, tmp_path):
     run = interrupted(scene, tmp_path / "run")
     first, *lines = (run / "log.jsonl").read_text().splitlines()
-    assert json.loads(first)["format_version"] == 1
+    assert json.loads(first) == {"format_version": 1}
     for version in (0, 2):
         (run / "log.jsonl").write_text(
             "\n".join([json.dumps({"format_version": version}), *lines]) + "\n"
@@ -143,7 +146,8 @@ def test_log_of_another_version_is_refused(scene, tmp_path):
 
 @pytest.mark.parametrize("linked", [*LINKS, "output", "all"])
 def test_folders_of_a_run_on_another_disk(linked, scene, tmp_path):
-    """Start, stop, resume and prune through links; the links remain and the other disk has the files."""
+    """Start, stop, resume and prune through links; the links remain and the other disk has the
+    files."""
     run = tmp_path / "run"
     with small_disk(tmp_path / "disk", 1 << 26) as disk:
         if linked == "output":
@@ -173,7 +177,8 @@ def test_folders_of_a_run_on_another_disk(linked, scene, tmp_path):
 
 
 def test_pruning_removes_links_but_never_their_targets(scene, tmp_path):
-    """Step 3 was moved to another folder and linked back: it resumes from there, and pruning removes only the link."""
+    """Step 3 was moved to another folder and linked back: it resumes from there, and pruning
+    removes only the link."""
     run, archive = interrupted(scene, tmp_path / "run"), tmp_path / "archive"
     shutil.move(run / "checkpoints" / "step-00000003", archive)
     (run / "checkpoints" / "step-00000003").symlink_to(archive)
@@ -186,7 +191,8 @@ def test_pruning_removes_links_but_never_their_targets(scene, tmp_path):
 
 
 def test_checkpoint_is_not_written_through_a_link_to_its_step(scene, tmp_path):
-    """The link of step 4 leads to a folder with other files; the new checkpoint replaces the link only."""
+    """The link of step 4 leads to a folder with other files; the new checkpoint replaces the link
+    only."""
     run, other = interrupted(scene, tmp_path / "run"), tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").write_text("mine")

@@ -1,4 +1,5 @@
-"""Sharded processes (run.sharding fsdp) equal one process that holds the whole encoder (gloo on the CPU)."""
+"""Sharded processes (run.sharding fsdp) equal one process that holds the whole encoder (gloo on the
+CPU)."""
 
 import signal
 from pathlib import Path
@@ -42,9 +43,12 @@ def steps(tmp_path_factory):
     for outcome in run_jobs(jobs, folder / "jobs").values():
         outcome.check()
     return {
-        (model, world): [load_file(folder / f"{model}{world}.{rank}.safetensors") for rank in range(world)]
-        for model in MODELS for world in WORLDS
-    }  # fmt: skip
+        (model, world): [
+            load_file(folder / f"{model}{world}.{rank}.safetensors") for rank in range(world)
+        ]
+        for model in MODELS
+        for world in WORLDS
+    }
 
 
 def difference(one: dict, other: dict, prefix: str) -> float:
@@ -87,7 +91,8 @@ def test_mean_over_processes_gives_other_gradients(world, steps):
 
 @pytest.mark.acceptance
 def test_memory_of_a_sharded_process(tmp_path):
-    """Weights, gradients and optimizer state are divided by W. A step adds few gathered layers, not all of them."""
+    """Weights, gradients and optimizer state are divided by W. A step adds few gathered layers, not
+    all of them."""
     data = write_beir(tmp_path / "data")
     jobs = {
         str(w): Job([str(data), str(tmp_path / f"of{w}")], w, worker="sharding_memory_worker")
@@ -132,8 +137,9 @@ def runs(tmp_path_factory):
     runs.add("fsdp to none", 1, *more, run="to none", **drift)
     runs.add("none to fsdp", 2, *more, run="to fsdp", **fsdp)
     adapted = {
-        "method": "grad_cache", "model.name": str(family_folder("qwen3", runs["qwen3"])), "lora.rank": 2,
-        "model.tie_towers": True, "model.gradient_checkpointing": True, "batch.micro_batch_tokens": 150,
+        "method": "grad_cache", "model.name": str(family_folder("qwen3", runs["qwen3"])),
+        "lora.rank": 2, "model.tie_towers": True, "model.gradient_checkpointing": True,
+        "batch.micro_batch_tokens": 150,
     }  # fmt: skip
     runs.add("adapter", 1, imports=["peft"], **drift, **adapted)
     runs.add("sharded adapter", 2, **fsdp, **adapted)

@@ -1,4 +1,5 @@
-"""Sharded weights on a GPU, with NCCL in one process, compared with unsharded weights on the same GPU. Skipped without a GPU."""
+"""Sharded weights on a GPU, with NCCL in one process, compared with unsharded weights on the same
+GPU. Skipped without a GPU."""
 
 import copy
 

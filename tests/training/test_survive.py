@@ -1,4 +1,5 @@
-"""Signals, full and read-only disks, two runs in one folder, changed inputs: real processes, real file systems."""
+"""Signals, full and read-only disks, two runs in one folder, changed inputs: real processes, real
+file systems."""
 
 import os
 import shutil
@@ -69,7 +70,8 @@ def test_signal_during_setup_leaves_no_files(number, code, name, data, tmp_path)
 
 @pytest.mark.acceptance
 def test_second_signal_ends_the_run_at_once(data, tmp_path):
-    """The step never ends, so the first signal has no effect; the next run takes over the stale lock."""
+    """The step never ends, so the first signal has no effect; the next run takes over the stale
+    lock."""
     run = tmp_path / "run"
     endless = (
         "import time; from contaccum.training.loop import Training; take = Training.take_step\n"
@@ -252,6 +254,7 @@ def calls_on(disk: Path, data: Path, model: Path) -> dict[str, list[object]]:
         ],
         "convert": ["data", "convert", data, disk / "all.jsonl", "--to", "jsonl"],
         "convert to a folder": ["data", "convert", data, disk / "beir", "--to", "beir"],
+        "demo": ["data", "demo", disk / "demo"],
     }
 
 

@@ -1,4 +1,5 @@
-"""The vocabulary of invented_set.py: kinds of things, their attributes, and each attribute's values in three wordings.
+"""The vocabulary of the demo set: kinds of things, their attributes, and each attribute's values in
+three wordings.
 
 Of a value's wordings passages use the first; questions use any.
 """
@@ -7,14 +8,16 @@ from typing import NamedTuple
 
 
 class Attribute(NamedTuple):
-    """One property: the clause that a question makes of it, and its values, each in three wordings."""
+    """One property: the clause that a question makes of it, and its values, each in three
+    wordings."""
 
     question: str
     values: tuple[tuple[str, str, str], ...]
 
 
 class Kind(NamedTuple):
-    """One kind of thing: what questions call it, how passages describe it, and its attributes by their letter."""
+    """One kind of thing: what questions call it, how passages describe it, and its attributes by
+    their letter."""
 
     nouns: tuple[str, ...]
     passages: tuple[str, ...]

@@ -1,14 +1,17 @@
-"""A data set of invented words: paraphrased questions about thousands of similar plants, machines and towns.
+"""Generates the demo set: paraphrased questions about thousands of similar plants, machines and
+towns.
 
 Every passage describes one invented thing by six attributes, and its neighbours share most of them.
 A question names three attributes, enough to identify one passage, half of them in other words than
 the passages use. Word overlap says little: a model has to learn which wordings mean the same, and
 to tell neighbours apart, which takes many negatives.
 
-A model with random weights can learn it, so checks and measurements need no pretrained encoder. The
-bytes are the same on every machine and Python version.
+    python scripts/make_demo.py        # writes data/demo and, gzipped, contaccum/data/demo
+
+The bytes are the same on every machine and Python version.
 """
 
+import gzip
 import json
 import random
 from collections.abc import Iterable, Sequence
@@ -16,7 +19,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from invented_words import KINDS, Kind
+from demo_words import KINDS, Kind
 
 Item = TypeVar("Item")
 
@@ -65,7 +68,8 @@ class Thing(NamedTuple):
 
 
 class Dice:
-    """Random choices made of ``random.Random.random`` alone, whose stream Python guarantees for all versions."""
+    """Random choices made of ``random.Random.random`` alone, whose stream Python guarantees for all
+    versions."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed).random
@@ -126,14 +130,16 @@ def _passage(thing: Thing, dice: Dice) -> str:
 
 
 class Asked(NamedTuple):
-    """A question in the making: which thing it means, and the places of the attributes that it names."""
+    """A question in the making: which thing it means, and the places of the attributes that it
+    names."""
 
     thing: int
     places: tuple[int, ...]
 
 
 def _telling_places(things: Sequence[Thing]) -> list[list[tuple[int, ...]]]:
-    """For each thing, the choices of attributes whose values no other thing of its kind has together."""
+    """For each thing, the choices of attributes whose values no other thing of its kind has
+    together."""
     owners: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
     choices = list(combinations(range(len(things[0].values)), _ASKED))
     for number, thing in enumerate(things):
@@ -174,7 +180,7 @@ def _lines(records: Iterable[dict[str, str]]) -> str:
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
-def invented_files() -> dict[str, str]:
+def demo_files() -> dict[str, str]:
     """Generate the files of the BEIR folder, with the splits train, dev and test."""
     dice = Dice(SEED)
     things = _things(dice)
@@ -196,10 +202,20 @@ def invented_files() -> dict[str, str]:
     return files
 
 
-def write_invented_set(folder: Path) -> Path:
-    """Write the BEIR folder and return its path. An existing folder is left as it is."""
-    if not folder.exists():
-        (folder / "qrels").mkdir(parents=True)
-        for name, text in invented_files().items():
-            (folder / name).write_bytes(text.encode())
-    return folder
+def main() -> None:
+    root = Path(__file__).parent.parent
+    for name, text in demo_files().items():
+        content = text.encode("utf-8")
+        plain, packed = (
+            root / "data" / "demo" / name,
+            root / "contaccum" / "data" / "demo" / f"{name}.gz",
+        )
+        for path in (plain, packed):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        plain.write_bytes(content)
+        with open(packed, "wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as stream:
+            stream.write(content)
+
+
+if __name__ == "__main__":
+    main()
