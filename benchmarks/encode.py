@@ -69,7 +69,7 @@ def peak(request: dict) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     add_worker(parser)
-    parser.add_argument("--data", default="data/demo", help="BEIR folder whose corpus is encoded")
+    parser.add_argument("--data", required=True, help="BEIR folder whose corpus is encoded")
     parser.add_argument(
         "--texts", type=int, help="so many passages, at even distances; all when not given"
     )

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from common import make_parser, publish, table
+from invented_set import write_invented_set
 from safetensors.torch import load_file
 
 from contaccum.cli import main as command_line
@@ -38,7 +39,6 @@ from contaccum.training.log import read_log
 from contaccum.training.loop import Training, train
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO = str(ROOT / "data" / "demo")
 NEAR = 0.05
 """Largest difference of ndcg@10 between fp32 and half precision."""
 SAME_LOSS = 1e-2
@@ -55,15 +55,13 @@ def options(settings: dict[str, object]) -> list[str]:
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
 
-def demo(folder: Path, settings: dict[str, object]) -> list[str]:
-    """Return the call that trains ``cont_accum`` on the demo set, with the set's config and other
-    settings."""
-    config = ["--config", str(ROOT / "configs" / "demo.yaml"), "--output_dir", str(folder)]
-    return [
-        "train",
-        *config,
-        *options({"data.train": DEMO, "method": "cont_accum", "optim.epochs": 5} | settings),
-    ]
+def invented(folder: Path, settings: dict[str, object]) -> list[str]:
+    """Return the call that trains ``cont_accum`` on the set of invented words, with its config and
+    other settings."""
+    data = write_invented_set(folder.parent / "invented")
+    config = ["--config", str(ROOT / "configs" / "study" / "demo.yaml")]
+    changes = {"data.train": data, "method": "cont_accum", "optim.epochs": 5} | settings
+    return ["train", *config, "--output_dir", str(folder), *options(changes)]
 
 
 def contaccum(*call: str, success: bool = True) -> int:
@@ -96,7 +94,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def check_precision(args: Any, scratch: Path) -> Findings:
-    """Train the demo set in fp32, bf16 and fp16; ndcg@10 must agree."""
+    """Train on the set of invented words in fp32, bf16 and fp16; ndcg@10 must agree."""
     rows, found = [], {}
     for precision in ("fp32", "bf16", "fp16"):
         folder = scratch / precision
@@ -108,7 +106,7 @@ def check_precision(args: Any, scratch: Path) -> Findings:
             **short,
         }
         on_cpu = encoding_device(args.device).type == "cpu"
-        if contaccum(*demo(folder, settings), success=precision != "fp16" or not on_cpu):
+        if contaccum(*invented(folder, settings), success=precision != "fp16" or not on_cpu):
             rows.append([precision, "not available on a CPU", "", ""])
             continue
         metrics = folder / "metrics.json"
@@ -116,7 +114,7 @@ def check_precision(args: Any, scratch: Path) -> Findings:
             "--model",
             str(folder / "model"),
             "--data",
-            DEMO,
+            str(scratch / "invented"),
             "--output",
             str(metrics),
             "--device",
@@ -195,9 +193,9 @@ def check_resume(args: Any, scratch: Path) -> Findings:
     }
     settings |= SMALLEST if args.quick else {}
     whole, broken = scratch / "whole", scratch / "broken"
-    contaccum(*demo(whole, settings))
+    contaccum(*invented(whole, settings))
     with open(scratch / "stderr", "w") as stderr:
-        call = [sys.executable, "-m", "contaccum", *demo(broken, settings)]
+        call = [sys.executable, "-m", "contaccum", *invented(broken, settings)]
         process = subprocess.Popen(call, stderr=stderr, stdout=stderr)
         while process.poll() is None and len(losses(broken)) < stop:
             time.sleep(0.02)
@@ -209,7 +207,7 @@ def check_resume(args: Any, scratch: Path) -> Findings:
             f"the stopped run ended with exit code {code}, expected "
             f"143\n{(scratch / 'stderr').read_text()[-2000:]}"
         )
-    contaccum(*demo(broken, settings), "--resume")
+    contaccum(*invented(broken, settings), "--resume")
     weights = [
         {
             str(file.relative_to(folder)): load_file(file)

@@ -21,6 +21,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from invented_set import write_invented_set
+
 ROOT = Path(__file__).resolve().parent.parent
 PART_MINUTES = 9
 LEAST_SECONDS = 5  # a step does not start with less time left
@@ -132,8 +134,8 @@ def make_steps(out: Path, device: str, quick: bool) -> list[Step]:
 
 
 def study(out: Path, device: str, precision: str, quick: bool) -> Step:
-    """Return the study at full size, or without its encoder and data (MODEL, DATA) a comparison on
-    the demo set."""
+    """Return the study at full size, or without its encoder and data (MODEL, DATA) one on invented
+    words."""
     if os.environ.get("MODEL") and os.environ.get("DATA"):
         call = f"bash benchmarks/study/run.sh {os.environ.get('STUDY', 'medquad aged')}"
         variables = (
@@ -166,7 +168,9 @@ def study(out: Path, device: str, precision: str, quick: bool) -> Step:
         "contaccum",
         "compare",
         "--config",
-        "configs/demo.yaml",
+        "configs/study/demo.yaml",
+        "--data.train",
+        str(write_invented_set(out / "invented")),
         "--methods",
         methods,
         "--seeds",

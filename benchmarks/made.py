@@ -4,8 +4,8 @@ network.
     python benchmarks/made.py OUT [--quick]
 
 OUT/model has the size of bert-base-uncased (``--quick``: one layer, width 32). OUT/data is a BEIR
-folder with the splits train and test. Its texts are cut from the running text of data/demo, with
-log-normal lengths: most passages have 40 to 250 words, a few 400.
+folder with the splits train and test. Its texts are cut from the running text of invented_set.py,
+with log-normal lengths: most passages have 40 to 250 words, a few 400.
 """
 
 import argparse
@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from invented_set import invented_files
 from transformers import AutoConfig, AutoModel
 
 from contaccum.encoder import wordpiece_tokenizer
 from contaccum.formats.records import write_beir_folder
 from contaccum.runtime.files import whole_folder
 
-DEMO = Path(__file__).resolve().parent.parent / "data" / "demo"
 BASE = {
     "hidden_size": 768,
     "num_hidden_layers": 12,
@@ -37,9 +37,9 @@ SMALL = {
 VOCABULARY = 4000  # learned word pieces; the embedding table has bert-base-uncased's 30,522 rows
 
 
-def demo_words() -> list[str]:
-    """Return the words of all passages of the demo set, in order."""
-    lines = (DEMO / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+def running_text() -> list[str]:
+    """Return the words of all passages of the set of invented words, in order."""
+    lines = invented_files()["corpus.jsonl"].splitlines()
     return " ".join(json.loads(line)["text"] for line in lines).split()
 
 
@@ -70,7 +70,7 @@ def varied_texts(
 def write_data(folder: Path, pairs: int) -> None:
     """Write a BEIR folder; the first tenth of the queries is the test split."""
     folder.mkdir(parents=True)
-    words, random = demo_words(), np.random.default_rng(0)
+    words, random = running_text(), np.random.default_rng(0)
     queries = varied_texts(words, pairs, 12, 60, random)
     passages = varied_texts(words, pairs, 100, 400, random)
     judged = [(f"q{number}", f"p{number}", 1) for number in range(pairs)]
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny encoder and 400 pairs")
     args = parser.parse_args()
     sizes = SMALL | {"vocab_size": VOCABULARY} if args.quick else BASE | {"vocab_size": 30_522}
-    words = demo_words()
+    words = running_text()
     lines = [" ".join(words[start : start + 100]) for start in range(0, len(words), 100)]
     with whole_folder(args.out) as unfinished:
         write_encoder(unfinished / "model", "bert", sizes, lines, VOCABULARY)

@@ -50,9 +50,11 @@ class Tokens:
             missing = length - rows.shape[1]
             return F.pad(rows, (0, missing) if side == "right" else (missing, 0), value=value)
 
+        host_masks = [part.host_mask for part in parts if part.host_mask is not None]
         return Tokens(
             torch.cat([widened(part.input_ids, pad_id) for part in parts]),
             torch.cat([widened(part.attention_mask, 0) for part in parts]),
+            torch.cat([widened(mask, 0) for mask in host_masks]) if host_masks else None,
         )
 
     def select(self, rows: Tensor) -> "Tokens":

@@ -21,7 +21,7 @@ from contaccum.runtime.engine import Engine
 from contaccum.training import parts
 
 CHANGES = {
-    "batch.micro_batch_tokens": 250, "batch.micro_batch_size": 8, "data.hard_negatives": 1,
+    "batch.micro_batch_tokens": 250, "batch.micro_batch_size": "auto", "data.hard_negatives": 1,
     "model.max_passage_length": 48, "loss.matryoshka_dims": [8, 20], "loss.distillation": "kl",
     "loss.teacher_temperature": 2.0,
 }  # fmt: skip

@@ -98,5 +98,5 @@ def main(arguments: list[str]) -> None:
         ) as tensors:
             step(number)
         found[name] = tensors.peak
-        engine._separate.cut = lambda output: output
+        engine._separate.cut = lambda *outputs: outputs
     write_json(f"{output}.{engine.rank}.json", found)

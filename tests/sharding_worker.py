@@ -71,6 +71,7 @@ def two_steps(
     changes = {
         "model.name": model,
         "model.tie_towers": model != "tiny",
+        "run.precision": "fp32",
         "model.tiny_layers": 2,
         "data.hard_negatives": 1,
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gpu_suite
 import pytest
+from invented_set import write_invented_set
 
 from contaccum.encoder import DualEncoder, EncoderSettings, tiny_tower
 
@@ -61,7 +62,7 @@ def test_each_benchmark_prints_its_table_and_writes_its_figures(
     places = {
         "MODEL": str(tiny_folder),
         "RESULTS": str(tmp_path),
-        "DATA": str(ROOT / "data" / "demo"),
+        "DATA": str(write_invented_set(tmp_path / "data")),
         **forked_programs,
     }
     done = run("bash", "benchmarks/run_all.sh", "--quick", name, **places)

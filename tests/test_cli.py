@@ -291,8 +291,6 @@ def test_a_file_of_examples_trains_and_evaluates(data, tmp_path, capsys):
 def test_data_verbs(data, tmp_path, capsys):
     assert "40" in call(capsys, "data", "check", data)[1]
     assert call(capsys, "data", "fetch", data)[1] == f"{data}\n"
-    assert call(capsys, "data", "demo", tmp_path / "demo")[0] == 0
-    assert (tmp_path / "demo" / "qrels" / "train.tsv").exists()
 
 
 def test_a_reader_that_leaves_early_is_no_error(data, capsys, monkeypatch):

@@ -56,7 +56,7 @@ def test_every_config_file_parses_and_holds_together(path, capsys):
                     assert printed[group][name] == value
 
 
-@pytest.mark.parametrize("name", ["finetune", "demo", "presets/24gb", "paper/nq"])
+@pytest.mark.parametrize("name", ["finetune", "quickstart", "presets/24gb", "paper/nq"])
 def test_ready_made_configs_have_names(name, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # an installed package has no folder configs
     given = ["--output_dir", "x", "--data.train", "x"]
@@ -70,8 +70,7 @@ def test_ready_made_configs_have_names(name, capsys, tmp_path, monkeypatch):
     [
         (
             "finetun",
-            "finetun: no such file, and no ready-made config has this name; choose one of demo, "
-            "finetune",
+            "finetun: no such file, and no ready-made config has this name; choose one of finetune",
         ),
         ("../pyproject", "no ready-made config has this name"),
         ("presets", "no ready-made config has this name"),
@@ -93,18 +92,17 @@ def test_a_file_comes_before_a_ready_made_config(capsys, tmp_path, monkeypatch):
         print_config(capsys, Path("finetune"), "--output_dir", "x", "--data.train", "x")["seed"]
         == 17
     )
-    Path("demo").mkdir()  # as `contaccum data demo demo` makes it
+    Path("quickstart").mkdir()
     assert (
-        print_config(capsys, Path("demo"), "--output_dir", "x", "--data.train", "x")["method"]
-        == "cont_cache"
+        print_config(capsys, Path("quickstart"), "--output_dir", "x", "--data.train", "x")["method"]
+        == "grad_cache"
     )
 
 
 def test_there_are_config_files():
     assert {path.name for path in CONFIGS} >= {
-        "demo.yaml", "finetune.yaml", "nq.yaml", "triviaqa.yaml", "curatedtrec.yaml", "webq.yaml",
-        "msmarco.yaml", "24gb.yaml", "11gb.yaml", "80gb.yaml", "fast.yaml", "replay.yaml",
-        "short.yaml", "full.yaml",
+        "quickstart.yaml", "finetune.yaml", "nq.yaml", "triviaqa.yaml", "curatedtrec.yaml",
+        "webq.yaml", "msmarco.yaml", "24gb.yaml", "11gb.yaml", "80gb.yaml", "fast.yaml",
     }  # fmt: skip
 
 
@@ -299,7 +297,7 @@ SEPARATE = {
         ({"run.metric": "recall@1000"}, "run.metric is 'recall@1000', expected MEASURE@K"),
         ({"optim.learning_rate": float("nan")}, "optim.learning_rate is nan"),
         (
-            {"model.attention": "flash_attention_2"},
+            {"model.attention": "flash_attention_2", "run.precision": "fp32"},
             "model.attention is flash_attention_2, but run.precision is fp32",
         ),
         (
@@ -391,7 +389,8 @@ def test_settings_that_leave_out_pairs_have_an_effect(changes, recwarn):
 
 
 def test_a_config_of_cont_cache_that_samples_texts_for_grad_cache_is_named(recwarn):
-    """--config demo --method grad_cache keeps the config's replay.share."""
+    """--config finetune --config presets/replay --method grad_cache keeps the config's
+    replay.share."""
     sampled = {"method": "grad_cache", "replay.share": 0.5}
     validate(config(**sampled))
     validate(config(**{**sampled, "method": "cont_cache"}))
@@ -427,8 +426,8 @@ def test_a_bank_that_is_never_used_is_named():
         check_total(config(**{"bank.warmup_steps": 6}), 6)
 
 
-def test_half_precision_is_chosen_by_nobody_but_the_user():
-    assert TrainConfig().run.precision == EncoderConfig("x").precision == "fp32"
+def test_search_chooses_no_half_precision_and_nothing_chooses_tf32():
+    assert EncoderConfig("x").precision == "fp32"
     assert not TrainConfig().run.tf32
 
 

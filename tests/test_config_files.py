@@ -185,7 +185,7 @@ VALUES = [
         "expected one of in_batch, grad_accum, grad_cache, passage_bank, cont_accum, cont_cache; "
         "did you mean cont_accum?",
     ),
-    ("run.precision", "half", "expected one of fp32, bf16, fp16"),
+    ("run.precision", "half", "expected one of auto, fp32, bf16, fp16"),
     ("model.pooling", "none", "expected one of cls, mean, last, or null\n"),
     ("model.similarity", "cosin", "expected one of cosine, dot, or null; did you mean cosine?"),
 ]

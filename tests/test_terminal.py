@@ -86,8 +86,9 @@ def test_terminal_without_utf8_ends_with_the_exit_code(environment, data):
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-", "2> /dev/full"])
 def test_command_works_with_closed_streams(closed, data):
-    assert shell(f"{CALL} data demo demo {closed}", data) == ([0], "")
-    assert (data / "demo" / "corpus.jsonl").stat().st_size > 0
+    sample = Path(__file__).parent.parent / "data" / "sample"
+    assert shell(f"{CALL} data convert {sample} pairs.jsonl --to jsonl {closed}", data) == ([0], "")
+    assert (data / "pairs.jsonl").stat().st_size > 0
 
 
 def test_command_without_stdout_still_reports_its_error(data):

@@ -12,7 +12,8 @@ out=${OUT:-runs/equal} options=(--seeds "${SEEDS:-3}" --run.device "${DEVICE:-cp
 
 if [ "$name" = demo ]; then
     budget=${BUDGET:-80000f}
-    options+=(--config configs/demo.yaml --settings configs/study/methods-demo.yaml --data.dev data/demo
+    PYTHONPATH=benchmarks python -c "import pathlib, invented_set; invented_set.write_invented_set(pathlib.Path('$out/data/demo'))"
+    options+=(--config configs/study/demo.yaml --settings configs/study/methods-demo.yaml --data.train "$out/data/demo" --data.dev "$out/data/demo"
         --replay.share 1)
 else
     budget=${BUDGET:-6144f} cut=()

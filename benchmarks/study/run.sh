@@ -132,7 +132,8 @@ for part in ${*:-medquad aged scifact bank switches all_methods tied n128 time h
             MODEL=$MODEL6 compare six-aged medquad --methods cont_accum "${aged[@]}" --seeds "$seeds" --optim.learning_rate "$own"
             ;;
         demo)
-            demo=(compare --config configs/demo.yaml --replay.share 1 --optim.epochs 5 --data.dev data/demo --run.device "$device" --seeds "$seeds" --rungs 1 --tune optim.learning_rate=5e-4,1e-3,2e-3)
+            PYTHONPATH=benchmarks python -c "import pathlib, invented_set; invented_set.write_invented_set(pathlib.Path('$out/data/demo'))"
+            demo=(compare --config configs/study/demo.yaml --replay.share 1 --optim.epochs 5 --data.train "$out/data/demo" --data.dev "$out/data/demo" --run.device "$device" --seeds "$seeds" --rungs 1 --tune optim.learning_rate=5e-4,1e-3,2e-3)
             python -m contaccum "${demo[@]}" --methods grad_accum,grad_cache,cont_accum,cont_cache --bank.age_decay 0 \
                 --bank.row_weight all --output_dir "$out/demo"
             python -m contaccum "${demo[@]}" --methods cont_accum "${aged[@]}" --output_dir "$out/demo-aged" --baselines none

@@ -159,8 +159,10 @@ def _mine(
 
 def _compare(options: experiments.CompareConfig, config: TrainConfig) -> object:
     from contaccum.experiments.compare import compare
+    from contaccum.experiments.study_report import summary
 
-    return compare(partial(with_changes, config), options)
+    page = compare(partial(with_changes, config), options)
+    return f"{summary(page.parent)}\n\n{page}"
 
 
 def _auto(options: experiments.AutoConfig, config: TrainConfig) -> str:
@@ -227,10 +229,9 @@ def _fetch(data: options.FetchConfig) -> object:
 
 
 def _demo(demo: options.DemoConfig) -> str:
-    from contaccum.data.commands import write_demo
+    from contaccum.data.demo import write_demo
 
-    write_demo(demo.folder)
-    return demo.folder
+    return write_demo(demo.folder)
 
 
 COMMANDS = {
@@ -380,8 +381,10 @@ COMMANDS = {
     ),
     "data demo": Command(
         _demo,
-        "write the demo data set",
-        "Write the demo data set. Every call writes the same files.",
+        "write a data set of API documentation to try contaccum with",
+        "Write a BEIR folder made from the docstrings of the installed numpy, scipy and torch. A "
+        "query is the summary of a docstring, and the rest of this docstring is its only relevant "
+        "passage. Nothing is downloaded. Equal versions of the packages give equal files.",
         "%(prog)s FOLDER",
         "DemoConfig",
     ),

@@ -174,12 +174,14 @@ def _keywords(option: str, declared: Field) -> dict[str, Any]:
 
 def _placeholder(kind: Any) -> str:
     """Return the placeholder of a value in the help, such as ``N``."""
-    if allowed := choices(kind):
-        return "{" + ",".join(allowed) + "}"
     info = type_info(kind)
     first = info.types[0] if isinstance(info, UnionType) else info
     words = {"BoolType": "true|false", "IntType": "N", "FloatType": "X", "ListType": "LIST"}
-    return words.get(type(first).__name__, "TEXT")
+    word = words.get(type(first).__name__, "")
+    allowed = choices(kind)
+    if word:
+        return "|".join([word, *allowed])  # such as N|auto
+    return "{" + ",".join(allowed) + "}" if allowed else "TEXT"
 
 
 def _help(text: str, declared: Field) -> str:

@@ -80,12 +80,16 @@ class TrainConfig:
         return METHOD_SPECS[self.method]
 
     def micro_batch_size(self, world: int) -> int:
-        """Return the pairs that each of ``world`` processes encodes in one forward pass."""
-        return (
-            self.batch.global_batch_size // world
-            if self.spec.whole
-            else self.batch.micro_batch_size
-        )
+        """Return the pairs that each of ``world`` processes encodes in one forward pass.
+
+        Without a number in the config: the largest number up to 8 that divides a process's pairs.
+        """
+        pairs = self.batch.global_batch_size // world
+        if self.spec.whole:
+            return pairs
+        if self.batch.micro_batch_size == "auto":
+            return next((size for size in range(8, 0, -1) if pairs % size == 0), 1)
+        return self.batch.micro_batch_size
 
     @property
     def micro_batch_tokens(self) -> int | None:
@@ -94,6 +98,13 @@ class TrainConfig:
         None: micro-batches are measured in pairs.
         """
         return None if self.spec.whole else self.batch.micro_batch_tokens
+
+    @property
+    def micro_batches_by_memory(self) -> bool:
+        """Whether the memory may decide the micro-batch size: gradients do not depend on it."""
+        batch = self.batch
+        chosen = batch.micro_batch_size != "auto" or batch.micro_batch_tokens is not None
+        return self.spec.two_pass and not chosen
 
     @property
     def replay_share(self) -> float:

@@ -112,10 +112,11 @@ class ModelConfig(EncodingConfig):
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     """Implementation of attention. `auto` lets transformers choose. `flash_attention_2` needs the
     package flash-attn, CUDA, and bf16 or fp16."""
-    unpad: bool = False
+    unpad: bool | Literal["auto"] = "auto"
     """Skip padding tokens. The texts of a micro-batch are concatenated, and attention stays within
-    each text. This works with BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT and ELECTRA. The
-    dev set is encoded in the same way."""
+    each text. This works with BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT and ELECTRA. `auto`
+    means true with these encoders on CUDA or a CPU, unless `model.attention` is eager or sdpa or
+    `run.compile` is set. The dev set is encoded in the same way."""
     quantize: Literal["none", "4bit", "8bit"] = setting("none", resume="never")
     """Quantize the frozen weights of the encoder. `4bit` is QLoRA, `8bit` is LLM.int8. Needs
     `lora.rank` above 0 and the extra `bitsandbytes`."""
@@ -137,7 +138,7 @@ class ModelConfig(EncodingConfig):
                 "model.attention is flash_attention_2, but run.precision is fp32; set "
                 "run.precision to bf16 or fp16"
             )
-        if self.unpad and config.run.compile != "off":
+        if self.unpad is True and config.run.compile != "off":
             yield (
                 f"run.compile is {config.run.compile}, but model.unpad is true, so batches vary in "
                 "size; set run.compile to off, or model.unpad to false"
@@ -161,7 +162,7 @@ class ModelConfig(EncodingConfig):
             for name in ("tiny_layers", "tiny_width", "tiny_vocabulary"):
                 if getattr(self, name) != getattr(ModelConfig, name):
                     yield f"model.{name} has no effect without model.name tiny"
-        if self.unpad and self.attention in ("eager", "sdpa"):
+        if self.unpad is True and self.attention in ("eager", "sdpa"):
             yield "model.attention has no effect with model.unpad"
 
 

@@ -26,8 +26,9 @@ class CompareConfig:
     """Baselines that are not trained, separated by commas: `bm25`, and `untrained` (the encoder
     before training). `none`: no baselines."""
     against: str | None = None
-    """Method that the significance tests compare with every other method: a training method, or a
-    name in `--settings`. Default: grad_cache if it is among the methods, else the first method."""
+    """Row that the significance tests compare with every other row: a training method, a name in
+    `--settings`, or a baseline. Default: grad_cache if it is among the methods, else the first
+    method."""
     budget: str | None = None
     """Budget of each training run, in one of four units: forward passes of a pair (200000f), pairs
     (50000p), updates (300u), or seconds (600s). Every run gets as many steps as this budget allows.

@@ -147,9 +147,12 @@ class BatchConfig:
 
     global_batch_size: PositiveInt = 128
     """Number of pairs (N) in one optimizer step, over all processes."""
-    micro_batch_size: PositiveInt = 8
+    micro_batch_size: PositiveInt | Literal["auto"] = "auto"
     """Number of pairs (B) in one forward pass of one process. Peak memory grows with this number.
-    `in_batch` always encodes the full step at once."""
+    `in_batch` always encodes the full step at once. With `auto`, `grad_cache` and `cont_cache`,
+    whose gradients do not depend on B, use `micro_batch_tokens` instead: on a GPU, as many tokens
+    as fit into its memory (at most 32768), else 2048. The other methods use 8 pairs, because B
+    decides how many negatives a query has."""
     micro_batch_tokens: PositiveInt | None = None
     """Maximum number of tokens in one forward pass of one process, including padding. It replaces
     `micro_batch_size`. A forward pass of B pairs has B x (tokens of the longest query + (1 + H) x
@@ -159,7 +162,7 @@ class BatchConfig:
     same as with `micro_batch_size`. The exception is `cont_cache` with a `bank.size` that is not a
     multiple of `global_batch_size`: the bank then stores only a part of some step, and sorting
     decides which pairs. With one-pass methods, a query is compared with passages of similar length.
-    Default: use `micro_batch_size`."""
+    Default: see `micro_batch_size`."""
     order: Literal["shuffled", "file"] = "shuffled"
     """Order of the examples: random in each epoch (shuffled), or as in the training data (file)."""
     on_out_of_memory: Literal["shrink", "stop"] = setting("shrink", resume="free")
@@ -170,7 +173,9 @@ class BatchConfig:
     kills the process."""
 
     def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
-        pairs = 1 if config.micro_batch_tokens else config.micro_batch_size(world)
+        pairs = 1
+        if self.micro_batch_size != "auto" and config.micro_batch_tokens is None:
+            pairs = config.micro_batch_size(world)
         if self.global_batch_size % (pairs * world):
             divisor = f"{world} processes"
             if pairs > 1:
@@ -243,8 +248,8 @@ class ReplayConfig:
             yield f"replay.share has no effect with method {config.method}"
         of_cont_cache = replace(config.bank, size=None) != BankConfig()
         if config.method == "grad_cache" and self.share < 1 and of_cont_cache:
-            # a ready-made config of cont_cache with another method: --config demo --method
-            # grad_cache
+            # a ready-made config of cont_cache with another method:
+            # --config presets/replay --method grad_cache
             yield (
                 f"replay.share is {self.share}, so the second pass of grad_cache encodes only a "
                 "sample of the texts. For GradCache without sampling, set replay.share to 1."

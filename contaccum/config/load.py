@@ -445,7 +445,7 @@ def config_path(name: str | Path) -> str:
         for path in sorted(READY.rglob("*.yaml"))
     }
     if text in ready and (not os.path.lexists(text) or Path(text).is_dir()):
-        return ready[text]  # also if a folder has this name, as after `contaccum data demo demo`
+        return ready[text]  # also if a folder has this name
     # a path, although the file may not exist
     if os.path.lexists(text) or Path(text).suffix or Path(text).is_absolute() or ":" in text:
         return text

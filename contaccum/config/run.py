@@ -18,8 +18,9 @@ METRIC_CUTS = (1, 3, 5, 10, 20, 100)
 class RunConfig(ProcessConfig):
     """Device, precision, checkpoints, evaluation and logging."""
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Autocast precision of the encoders. Weights and loss stay in fp32."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Autocast precision of the encoders. Weights and loss stay in fp32. `auto` means bf16 on a
+    GPU that supports it, else fp32."""
     tf32: bool = False
     """Multiply fp32 matrices in TF32 on CUDA, also in the loss. This is faster, but the mantissa
     has 10 bits instead of 23."""

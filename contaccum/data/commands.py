@@ -1,4 +1,4 @@
-"""The commands ``data check``, ``data convert`` and ``data demo``.
+"""The commands ``data check`` and ``data convert``.
 
 Conversion keeps the ids of queries and passages. If a format has no field for an id, conversion
 writes an extra field (``query_id``, ``pos_id`` or ``neg_id``). This package reads the extra fields;
@@ -10,13 +10,11 @@ dropped. Teacher scores are written only to JSONL and Tevatron: BEIR has no fiel
 scores, and in DPR the field ``score`` is a search score.
 """
 
-import gzip
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
@@ -339,25 +337,3 @@ def grades_of(examples: Iterable[Example]) -> Iterator[tuple[str, str, int]]:
     for (key, _), positives, negatives, *_ in examples:
         for grade, passages in ((1, positives), (0, negatives)):
             yield from ((key, passage.id, grade) for passage in passages)
-
-
-def write_demo(folder: str | Path) -> None:
-    """Write the demo data set into ``folder`` in BEIR format.
-
-    Raise InputError if ``folder`` exists.
-
-    The script scripts/make_demo.py generated the demo data set.
-    """
-    _sweep(Path(folder))
-    if Path(folder).exists():
-        raise InputError(f"{folder}: already exists; choose a new folder")
-    source = resources.files("contaccum.data").joinpath("demo")
-    with whole_folder(folder) as part:
-        (part / "qrels").mkdir()
-        for name in (
-            "corpus.jsonl",
-            "queries.jsonl",
-            *(f"qrels/{split}.tsv" for split in ("train", "dev", "test")),
-        ):
-            packed = source.joinpath(f"{name}.gz").read_bytes()
-            (part / name).write_bytes(gzip.decompress(packed))

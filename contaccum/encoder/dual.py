@@ -127,11 +127,28 @@ class DualEncoder(nn.Module):
             next(self.query_tower.parameters()).device if self.group is None else self.group.device
         )
 
+    @property
+    def one_pass(self) -> bool:
+        """Whether the queries and the passages of a micro-batch are encoded in one pass.
+
+        Without padding, they form one sequence, and tied towers are one tower.
+        """
+        return self.query_tower is self.passage_tower and self.query_tower.unpad
+
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the float32 embeddings of a micro-batch: queries (B, d), passages (B, 1+H, d)."""
-        queries = self.embed(self.query_tower, batch.queries)  # (B, d)
-        passages = self.embed(self.passage_tower, batch.passages)  # (B * (1 + H), d)
-        return queries, passages.view(len(queries), -1, passages.shape[-1])
+        count = len(batch.queries.input_ids)
+        if self.one_pass:
+            tokenizer = self.query_tower.tokenizer
+            texts = Tokens.join(
+                [batch.queries, batch.passages], tokenizer.pad_token_id, tokenizer.padding_side
+            )
+            vectors = self.embed(self.query_tower, texts)  # (B + B * (1 + H), d)
+            queries, passages = vectors[:count], vectors[count:]
+        else:
+            queries = self.embed(self.query_tower, batch.queries)  # (B, d)
+            passages = self.embed(self.passage_tower, batch.passages)  # (B * (1 + H), d)
+        return queries, passages.view(count, -1, passages.shape[-1])
 
     def embed(self, tower: Tower, tokens: Tokens) -> Tensor:
         """Return the float32 embeddings of n tokenized texts, (n, d).

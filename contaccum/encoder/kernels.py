@@ -1,9 +1,9 @@
 """Faster forward passes: attention without padding, and linear layers with packed weights on a CPU.
 
 Without padding, the tokens of all texts form one sequence. Only attention needs to know where each
-text begins. On a CPU, attention is computed for one text at a time. On CUDA, a variable-length
-kernel of PyTorch computes attention for all texts in one call. With `flash_attention_2`,
-transformers computes attention.
+text begins. On a CPU, attention is computed for all texts of one length at a time. On CUDA, a
+variable-length kernel of PyTorch computes attention for all texts in one call. With
+`flash_attention_2`, transformers computes attention.
 """
 
 from collections.abc import Iterator
@@ -36,12 +36,18 @@ PADDING_FIRST = (
 
 @dataclass(frozen=True)
 class UnpaddedTokens:
-    """Tokens of n texts in one sequence without padding. T is the total number of tokens."""
+    """Tokens of n texts in one sequence without padding, the longest text first.
+
+    T is the total number of tokens.
+    """
 
     input_ids: Tensor  # (1, T)
     position_ids: Tensor  # (1, T), counted from the start of each text
-    kept: Tensor  # (T,) index of each token in the flattened padded batch
-    bounds: Tensor  # (n + 1,) int32: text i has the tokens bounds[i] to bounds[i + 1] - 1
+    # (n + 1,) int32: the text at place i of the sequence has the tokens bounds[i] to
+    # bounds[i + 1] - 1
+    bounds: Tensor
+    texts: Tensor  # (T,) number of the text of each token in the padded batch
+    places: Tensor  # (n,) place of each text in the sequence
     longest: int  # number of tokens of the longest text
 
 
@@ -53,42 +59,57 @@ def first_position(config: Any) -> int:
 def unpad(tokens: Tokens, first: int = 0) -> UnpaddedTokens:
     """Join n texts, padded on the right, into one sequence without padding.
 
-    first: position id of the first token of each text. This function does not wait for the GPU if
+    Texts are sorted by length, so that texts of equal length are next to each other. first:
+    position id of the first token of each text. This function does not wait for the GPU if
     ``tokens`` has a CPU copy of the mask.
     """
     mask = tokens.host_mask if tokens.host_mask is not None else tokens.attention_mask.cpu()
     device, (n, length) = tokens.input_ids.device, mask.shape
-    lengths = mask.sum(1)  # (n,)
+    lengths, order = mask.sum(1).sort(descending=True, stable=True)  # (n,), (n,)
     total = int(lengths.sum())
     bounds = F.pad(lengths.cumsum(0), (1, 0)).int().to(device, non_blocking=True)  # (n + 1,)
+    places = order.argsort().to(device, non_blocking=True)  # (n,)
+    order = order.to(device, non_blocking=True)
     # computed on the device: copying more than 64 KiB of memory that is not page-locked may block
     # (T,)
-    texts = torch.arange(n, device=device).repeat_interleave(bounds.diff(), output_size=total)
-    positions = torch.arange(total, device=device) - bounds[texts]
-    kept = texts * length + positions
-    ids = tokens.input_ids.flatten()[kept]
+    of_token = torch.arange(n, device=device).repeat_interleave(bounds.diff(), output_size=total)
+    positions = torch.arange(total, device=device) - bounds[of_token]
+    texts = order[of_token]
+    ids = tokens.input_ids.flatten()[texts * length + positions]
     return UnpaddedTokens(
-        ids.unsqueeze(0), (positions + first).unsqueeze(0), kept, bounds, int(lengths.max())
+        ids.unsqueeze(0),
+        (positions + first).unsqueeze(0),
+        bounds,
+        texts,
+        places,
+        int(lengths[0]),
     )
 
 
-def token_states(backbone: Any, tokens: Tokens) -> Tensor:
-    """Return the vectors of all tokens, (n, length, d).
-
-    The encoder skips padding tokens, and their vectors are zero.
-    """
-    row = unpad(tokens, first_position(backbone.config))
+def token_states(backbone: Any, row: UnpaddedTokens) -> Tensor:
+    """Return the vectors of all tokens in the sequence, (T, d)."""
     # transformers passes these arguments to ``attend``, or to its own FlashAttention
     bounds = {"cu_seq_lens_q": row.bounds, "cu_seq_lens_k": row.bounds}
     longest = {"max_length_q": row.longest, "max_length_k": row.longest}
     output = backbone(input_ids=row.input_ids, position_ids=row.position_ids, **bounds, **longest)
-    states = output.last_hidden_state.squeeze(0)  # (T, d)
-    n, length = tokens.input_ids.shape
-    return (
-        states.new_zeros(n * length, states.shape[-1])
-        .index_copy(0, row.kept, states)
-        .view(n, length, -1)
-    )
+    return output.last_hidden_state.squeeze(0)
+
+
+def pool_unpadded(states: Tensor, row: UnpaddedTokens, pooling: str) -> Tensor:
+    """Combine the token vectors of each text, (T, d), into one vector per text, (n, d).
+
+    pooling: cls, last or mean, as in ``tower.pool``.
+    """
+    if pooling == "mean":
+        # sums over long texts can overflow in float16
+        wide = torch.promote_types(states.dtype, torch.float32)
+        total = torch.zeros(
+            len(row.places), states.shape[-1], dtype=wide, device=states.device
+        ).index_add(0, row.texts, states.to(wide))  # (n, d)
+        lengths = row.bounds.diff()[row.places]
+        return (total / lengths.clamp(min=1).unsqueeze(1)).to(states.dtype)
+    starts, ends = row.bounds[:-1], row.bounds[1:]
+    return states[starts[row.places] if pooling == "cls" else ends[row.places] - 1]
 
 
 def attend(
@@ -108,7 +129,7 @@ def attend(
     T, heads, width) tensor, and None instead of the attention weights.
     """
     assert attention_mask is None
-    attention = varlen if query.is_cuda else by_text
+    attention = varlen if query.is_cuda else by_length
     texts = bounds["cu_seq_lens_q"], bounds["max_length_q"]
     return attention((query, key, value), dropout, scaling, *texts).unsqueeze(0), None
 
@@ -116,20 +137,25 @@ def attend(
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
-def by_text(
+def by_length(
     inputs: Inputs, dropout: float, scaling: float | None, bounds: Tensor, longest: int
 ) -> Tensor:
-    """Compute attention inside each text, one text after the other.
+    """Compute attention inside each text, in one call for all texts of the same length.
 
     Return (T, heads, width). T: total number of tokens.
     """
-    lengths = bounds.diff().tolist()
-    texts = zip(*(tensor.split(lengths, 2) for tensor in inputs), strict=True)
-    outputs = [
-        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling)
-        for q, k, v in texts
-    ]
-    return torch.cat(outputs, 2).squeeze(0).transpose(0, 1)
+    lengths, counts = bounds.diff().unique_consecutive(return_counts=True)
+    parts = zip(*(each.split((lengths * counts).tolist(), 2) for each in inputs), strict=True)
+    outputs = []
+    for length, (query, key, value) in zip(lengths.tolist(), parts, strict=True):
+        # (1, heads, texts * length, width) to (texts, heads, length, width)
+        q, k, v = (
+            part.squeeze(0).unflatten(1, (-1, length)).transpose(0, 1)
+            for part in (query, key, value)
+        )
+        output = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)
 
 
 def varlen(

@@ -24,7 +24,9 @@ from contaccum.encoder.kernels import (
     UNPADDED_FAMILIES,
     attention_mask,
     first_position,
+    pool_unpadded,
     token_states,
+    unpad,
 )
 from contaccum.encoder.tokenizer import (
     append_eos,
@@ -140,27 +142,26 @@ class Tower(nn.Module):
             # since torch 2.11, Hopper GPUs would use cuDNN attention, which builds a plan for each
             # new shape (up to 0.4 s)
             torch.backends.cuda.enable_cudnn_sdp(False)
-        # evaluation is too short to pay for compiling
-        compiled = self.compiled if self.training else None
         if self.unpad:
-            states = token_states(self.backbone, tokens)  # (n, length, width)
-        elif compiled is not None:
-            states = compiled(
-                input_ids=tokens.input_ids, attention_mask=tokens.attention_mask
-            ).last_hidden_state
+            row = unpad(tokens, first_position(self.backbone.config))
+            vectors = pool_unpadded(token_states(self.backbone, row), row, self.pooling)
         else:
-            if tokens.input_ids.device.type == "cpu":
-                mask: Tensor | None = tokens.attention_mask
-            else:
-                tokens = self._rounded(tokens)
-                mask = attention_mask(tokens, self.backbone)
-            states = self.backbone(
-                input_ids=tokens.input_ids, attention_mask=mask
-            ).last_hidden_state
-        vectors = pool(states, tokens.attention_mask, self.pooling)  # (n, width)
+            vectors = self._padded_vectors(tokens)  # (n, width)
         for layer in self.dense:
             vectors = layer(vectors)
         return vectors  # (n, d)
+
+    def _padded_vectors(self, tokens: Tokens) -> Tensor:
+        """Return the pooled vectors of n padded texts, (n, width)."""
+        # evaluation is too short to pay for compiling
+        compiled = self.compiled if self.training else None
+        mask: Tensor | None = tokens.attention_mask
+        if compiled is None and tokens.input_ids.device.type != "cpu":
+            tokens = self._rounded(tokens)
+            mask = attention_mask(tokens, self.backbone)
+        run = self.backbone if compiled is None else compiled
+        states = run(input_ids=tokens.input_ids, attention_mask=mask).last_hidden_state
+        return pool(states, tokens.attention_mask, self.pooling)
 
     def _rounded(self, tokens: Tokens) -> Tokens:
         """Pad texts that have padding to a multiple of BUCKET tokens.
@@ -435,6 +436,12 @@ def check_flash_attention(device: torch.device) -> None:
             f"{device.type}) and the package flash-attn (pip install flash-attn "
             "--no-build-isolation). Or use auto: PyTorch has its own FlashAttention."
         )
+
+
+def can_unpad(tower: Tower) -> bool:
+    """Return whether the model type and the tokenizer of a tower allow passes without padding."""
+    right = tower.tokenizer.padding_side == "right"
+    return right and tower.backbone.config.model_type in UNPADDED_FAMILIES
 
 
 def check_unpad(tower: Tower) -> None:

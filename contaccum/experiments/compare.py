@@ -50,6 +50,7 @@ from contaccum.experiments.tuning import (
 from contaccum.runtime.files import read_json, write_json
 from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
+from contaccum.training.automatic import recorded
 from contaccum.training.run_folder import CONFIG_FILE, config_differences, flat, read_config
 
 BASELINES = ("bm25", "untrained")
@@ -122,6 +123,7 @@ class Study:
             read_names("--baselines", baselines, BASELINES), varied
         )
         known = [name for one in self.variants for name in (one.label, one.method)]
+        known += [one.name for one in self.baselines]
         self.against = options.against or ("grad_cache" if "grad_cache" in known else known[0])
         if self.against not in known:
             raise InputError(
@@ -303,7 +305,8 @@ class Study:
     def _check_folder(self, run: PlannedRun) -> None:
         """Raise InputError if a run's folder contains other settings, or metrics on other data."""
         if (run.folder / CONFIG_FILE).is_file():
-            changes = "; ".join(config_differences(read_config(run.folder), asdict(run.config)))
+            config = asdict(recorded(run.config))
+            changes = "; ".join(config_differences(read_config(run.folder), config))
             if changes:
                 raise InputError(
                     f"{run.folder}: this run was made with other settings: {changes}. Use the same "
@@ -360,10 +363,12 @@ class Study:
         self.failed += self._run_missing(runs, METRICS_FILE, self.test)
         reference = [one.label for one in self.variants if one.label == self.against]
         reference = reference or [one.label for one in self.variants if one.method == self.against]
+        compared = {run.folder for label in reference for run in rows.get(label, ())}
+        compared |= {run.folder for run in self.baselines if run.name == self.against}
         chosen_by_name = self.tuned or self.budget or self.options.settings
         result = StudyResult(
             metric=self.base.run.metric,
-            reference={run.folder for label in reference for run in rows.get(label, ())},
+            reference=compared,
             budget=self.budget,
             tuned=self.tuned,
             failed=[f"{one.job.name}: {one.last_line}" for one in self.failed],

@@ -37,7 +37,7 @@ from contaccum.runtime.engine import Engine
 from contaccum.runtime.prefetch import prefetch
 from contaccum.runtime.processes import encoding_device
 from contaccum.runtime.units import duration, gigabytes
-from contaccum.training import parts
+from contaccum.training import automatic, parts
 from contaccum.training.log import mean_losses
 from contaccum.training.out_of_memory import out_of_memory
 
@@ -65,6 +65,7 @@ class Measurement:
     context: int  # bytes on the GPU outside PyTorch's allocator; ``peak`` includes them
     step: float  # seconds of an optimizer step
     pairs: int  # number of training queries
+    settings: str  # precision, padding and size of micro-batches that training would use
 
     def epoch(self, global_batch_size: int) -> float:
         """Return the seconds of one pass over the training queries."""
@@ -133,7 +134,7 @@ class Probe:
     """Encoder, engine and data to measure training steps of different sizes in this process."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.config = config
+        config = automatic.choose_precision(config)
         train_set = load_training(config.data, config.distils)
         self.pairs, self.passages = len(train_set.queries), len(train_set.passages)
         n = config.batch.global_batch_size
@@ -150,6 +151,7 @@ class Probe:
         self.encoder = parts.build_encoder(config, train_set, self.engine.device)
         parts.apply_switches(self.encoder, config)
         self.engine.prepare(self.encoder, parts.make_optimizer(self.encoder, config.optim))
+        self.config = automatic.choose(config, self.engine, self.encoder)
         self.loss = parts.build_loss(config, self.encoder)
 
     def peak(self, size: int, bank_size: int, budget: float = math.inf) -> float | None:
@@ -223,7 +225,7 @@ class Probe:
 
     def seconds_per_step(self, config: TrainConfig) -> float:
         """Return the median seconds of a step with ``config``, random pairs and a full bank."""
-        bank = self._full_bank(config.batch.micro_batch_size, config.bank_size())
+        bank = self._full_bank(config.micro_batch_size(1), config.bank_size())
         steps = self._steps(config, self.random_pairs, bank, REPEATS, warm_up=True)
         seconds = statistics.median(steps)
         print(
@@ -348,6 +350,7 @@ def measure(probe: Probe, budget: float) -> Measurement:
         context=probe.context(),
         step=step,
         pairs=probe.pairs,
+        settings=automatic.description(config),
     )
 
 

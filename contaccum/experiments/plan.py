@@ -62,7 +62,7 @@ def run_plan(options: PlanConfig, config: TrainConfig) -> str:
 
 def render(measured: dict[str, Measurement], config: TrainConfig, budget: int) -> str:
     """Return a Markdown table with one row per method, and notes on the numbers."""
-    n, b, m = config.batch.global_batch_size, config.batch.micro_batch_size, config.bank_rows
+    n, b, m = config.batch.global_batch_size, config.micro_batch_size(1), config.bank_rows
     rows = [
         [
             method, text(found.micro_batch_size or "none"), gigabytes(found.peak),
@@ -78,6 +78,7 @@ def render(measured: dict[str, Measurement], config: TrainConfig, budget: int) -
         f"epoch belong to the largest B, with a bank of {m} rows. Largest bank: the maximum number "
         f"of rows that fit with batch.micro_batch_size (B = {b}).",
     ]
+    lines += [f"{method} trains in {found.settings}." for method, found in measured.items()]
     context = max(found.context for found in measured.values())
     if context >= budget:
         used = (

@@ -89,9 +89,7 @@ def largest_micro_batch(probe: "Probe", budget: float) -> FittingSize:
     """
     config = probe.config
     rows, n = config.bank_size(), config.batch.global_batch_size
-    first = max(
-        4, 4 * config.batch.micro_batch_size if config.spec.whole else config.micro_batch_size(1)
-    )
+    first = 32 if config.spec.whole else max(4, config.micro_batch_size(1))
     # measure from small to large: memory that the process keeps from a smaller size does not change
     # the peak of a larger one
     sizes = [first // 4, first // 2, first]

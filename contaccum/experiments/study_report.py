@@ -29,11 +29,12 @@ from contaccum.experiments.run_records import (
     RunGroup,
     best_first,
     differences,
+    for_order,
     group_runs,
     load_run_record,
 )
 from contaccum.experiments.tuning import Budget, Tuned
-from contaccum.runtime.files import whole_file, write_json, write_text
+from contaccum.runtime.files import read_json, whole_file, write_json, write_text
 
 PLOTS = "plots"
 
@@ -204,6 +205,28 @@ def as_json(groups: list[RunGroup], found: list[Difference], result: StudyResult
         "tuned": tuned,
         "failed": list(result.failed),
     }
+
+
+def summary(output: Path) -> str:
+    """Return the results of a comparison as a table for the console, the best first.
+
+    p is that of the test over seeds and queries, or over queries if there is only one seed.
+    """
+    found = read_json(output / "compare.json")
+    rows, against = [], MISSING
+    for result in sorted(found["results"], key=lambda row: for_order(row["mean"]), reverse=True):
+        row = [result["setting"], number(result["mean"]), MISSING, MISSING, MISSING]
+        if test := result.get("test"):
+            against = test["against"]
+            p = test["holm"]["p_both"] or test["holm"]["p_permutation"]
+            row[2] = f"{test['difference']:+.4f}"
+            if test["low"] is not None:
+                row[3] = f"{test['low']:+.4f} to {test['high']:+.4f}"
+            row[4] = "< 0.001" if p < 0.001 else number(p, ".3f")
+        peak = number(result.get("peak_mib"), ".0f")
+        rows.append([*row, number(result.get("train_seconds"), ".0f"), peak])
+    heads = ["setting", found["metric"], f"minus {against}", "95 % interval", "p"]
+    return Table([*heads, "train s", "peak MiB"], rows).markdown()
 
 
 def tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:

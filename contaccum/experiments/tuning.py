@@ -53,7 +53,8 @@ class Budget(NamedTuple):
         the number of steps is 0.
         """
         pairs = config.batch.global_batch_size
-        micro_batch_size = None if config.micro_batch_tokens else config.micro_batch_size(world=1)
+        by_tokens = config.micro_batch_tokens or config.micro_batches_by_memory
+        micro_batch_size = None if by_tokens else config.micro_batch_size(world=1)
         passes = config.spec.cost(pairs, micro_batch_size, config.replay_share)
         prices = {"f": pairs * passes, "p": pairs, "u": 1, "s": step_seconds}
         price = prices[self.unit]

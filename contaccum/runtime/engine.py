@@ -194,7 +194,10 @@ class Engine(Processes):
         with self.autocast(), self._first_pass_dropout():
             queries, passages = self.encoder(batch)
         if self.sharded and torch.is_grad_enabled():
-            queries, passages = self._separate.cut(queries), self._separate.cut(passages)
+            if self.encoder.one_pass:
+                queries, passages = self._separate.cut(queries, passages)
+            else:
+                (queries,), (passages,) = self._separate.cut(queries), self._separate.cut(passages)
         queries, passages = self.all_rows(queries), self.all_rows(passages)
         # the flags are read once per step, so that no pass waits for the device
         self._encoded.append(
@@ -297,7 +300,7 @@ class Engine(Processes):
         """Discard the gradients that were computed since the last update of the weights."""
         self.optimizer.zero_grad()
         self._encoded = []
-        self._separate.outputs = []
+        self._separate.passes = []
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over all processes. Each optimizer step does this once."""

@@ -94,26 +94,26 @@ class SeparateBackward:
     """
 
     def __init__(self) -> None:
-        self.outputs: list[tuple[Tensor, Tensor]] = []
+        self.passes: list[tuple[list[Tensor], list[Tensor]]] = []
 
-    def cut(self, output: Tensor) -> Tensor:
-        """Return a leaf tensor with the values of ``output``.
+    def cut(self, *outputs: Tensor) -> list[Tensor]:
+        """Return leaf tensors with the values of ``outputs``, the outputs of one forward pass.
 
-        A backward pass stops at this leaf. The method ``run`` later continues the backward pass
-        from the leaf's gradient.
+        A backward pass stops at these leaves. The method ``run`` later continues the backward pass
+        from their gradients.
         """
-        leaf = output.detach().requires_grad_()
-        self.outputs.append((output, leaf))
-        return leaf
+        leaves = [output.detach().requires_grad_() for output in outputs]
+        self.passes.append((list(outputs), leaves))
+        return leaves
 
     def run(self) -> None:
-        """Continue the backward pass from each leaf that ``cut`` returned.
+        """Continue the backward pass from the leaves of ``cut``, one forward pass at a time.
 
         All processes must call ``cut`` equally often.
         """
-        while self.outputs:
-            output, leaf = self.outputs.pop()
-            output.backward(leaf.grad)
+        while self.passes:
+            outputs, leaves = self.passes.pop()
+            torch.autograd.backward(outputs, [leaf.grad for leaf in leaves])
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -64,7 +64,13 @@ class RunLog:
             return
         run = Path(config.output_dir)
         kept = [line for line in read_log(run) if line["step"] <= resumed_at]
-        lines = [{"format_version": LOG_VERSION}, *kept]
+        settings = {
+            "run.precision": config.run.precision,
+            "model.unpad": config.model.unpad,
+            "batch.micro_batch_size": config.batch.micro_batch_size,
+            "batch.micro_batch_tokens": config.micro_batch_tokens,
+        }
+        lines = [{"format_version": LOG_VERSION, "settings": settings}, *kept]
         write_text(run / LOG_FILE, "".join(json.dumps(line) + "\n" for line in lines))
         # close() closes the file
         self.file = open(run / LOG_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115

@@ -28,7 +28,7 @@ from contaccum.runtime.files import write_json, write_text
 from contaccum.runtime.launch import StopSignals, process_place, refuse_ignored_launch
 from contaccum.runtime.prefetch import prefetch
 from contaccum.runtime.processes import training_defaults
-from contaccum.training import parts, run_folder
+from contaccum.training import automatic, parts, run_folder
 from contaccum.training.checkpoint import restore, save_checkpoint
 from contaccum.training.drift import Drift
 from contaccum.training.log import RunLog, mean_losses, named_queries, write_environment
@@ -50,6 +50,7 @@ def train(config: TrainConfig, after_step: "Callable[[Training], None] | None" =
     Raises InputError for errors that the user can fix. In training, Ctrl-C or SIGTERM saves a
     checkpoint and raises Interrupted.
     """
+    config = automatic.choose_precision(automatic.recorded(config))
     run = config.run
     validate(config, process_place()[1])
     refuse_ignored_launch(run.precision)
@@ -94,7 +95,7 @@ class Training:
         engine: Engine,
         after_step: "Callable[[Training], None] | None" = None,
     ) -> None:
-        self.config, self.engine, self.after_step = config, engine, after_step
+        self.engine, self.after_step = engine, after_step
         self.folder = Path(config.output_dir)
         checkpoint = newest_checkpoint(self.folder) if config.resume else None
         if checkpoint:
@@ -132,6 +133,8 @@ class Training:
         if sharded:
             engine.shard(self.encoder, config.run.cpu_offload)
         parts.apply_switches(self.encoder, config)
+        config = automatic.choose(config, engine, self.encoder)
+        self.config = config
         optimizer = parts.make_optimizer(self.encoder, config.optim)
 
         # batches, loss and bank
@@ -165,6 +168,7 @@ class Training:
             if self.done < self.total or not checkpoint:
                 write_environment(self.folder, engine, resumed=bool(checkpoint))
         self.log = RunLog(engine.is_main, config, self.total, self.done)
+        self.log.say(automatic.description(config))
 
     def resume(
         self,

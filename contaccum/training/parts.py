@@ -35,6 +35,7 @@ from contaccum.retrieval.encode import training_vectors
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import read_json
 from contaccum.runtime.processes import torch_dtype
+from contaccum.training.automatic import choose_unpad
 
 _TOWER_SETTINGS = ("passage_name", "tie_towers")
 
@@ -133,7 +134,7 @@ def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
     """Apply dropout, attention, padding, quantization, checkpointing and compilation settings."""
     if config.model.dropout is not None:
         encoder.set_dropout(config.model.dropout)
-    encoder.set_attention(config.model.attention, config.model.unpad)
+    encoder.set_attention(config.model.attention, choose_unpad(config, encoder))
     if config.model.quantize == "4bit":
         encoder.set_compute_dtype(torch_dtype(config.run.precision))
     if config.model.gradient_checkpointing:

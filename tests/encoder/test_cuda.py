@@ -8,7 +8,7 @@ from helpers import largest_difference, make_bank, micro_batches, run_steps, tin
 from transformers.utils import is_flash_attn_2_available
 
 from contaccum.config import OptimConfig
-from contaccum.encoder.kernels import by_text, varlen
+from contaccum.encoder.kernels import by_length, varlen
 from contaccum.methods import METHODS
 from contaccum.methods.loss import InfoNCE
 from contaccum.runtime.engine import Engine
@@ -98,7 +98,7 @@ def test_both_passes_of_grad_cache_give_the_same_embeddings(switch, precision):
 
 @pytest.mark.parametrize(("dtype", "same"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("width", [12, 64])
-def test_varlen_kernels_equal_text_by_text(width, dtype, same):
+def test_varlen_kernels_equal_attention_by_length(width, dtype, same):
     torch.manual_seed(0)
     bounds = torch.tensor([0, 5, 14, 17], dtype=torch.int32, device="cuda")
     query, key, value = (
@@ -106,7 +106,7 @@ def test_varlen_kernels_equal_text_by_text(width, dtype, same):
         for _ in range(3)
     )
     found = []
-    for way in (by_text, varlen):
+    for way in (by_length, varlen):
         output = way((query, key, value), 0.0, 0.3, bounds, 9)
         found.append(
             (output, *torch.autograd.grad(output.float().square().sum(), (query, key, value)))

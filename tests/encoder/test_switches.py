@@ -17,8 +17,9 @@ from contaccum.encoder import DualEncoder, EncoderSettings, Tower
 from contaccum.encoder.kernels import (
     UNPADDED_FAMILIES,
     attention_mask,
-    by_text,
+    by_length,
     padding_bias,
+    pool_unpadded,
     unpad,
     varlen,
 )
@@ -69,6 +70,47 @@ def test_unpadded_vectors_equal_padded_in_every_family(family, pooling):
         torch.testing.assert_close(packed, plain, atol=1e-6, rtol=0)
 
 
+def test_tied_towers_encode_queries_and_passages_in_one_pass():
+    """Only without padding: padded to the length of the passages, queries would take more time."""
+    calls = []
+    for tie, unpadded in ((True, True), (True, False), (False, True)):
+        encoder = tiny_encoder(tie=tie)
+        encoder.set_attention("auto", unpad=unpadded)
+        for tower in encoder.towers:
+            tower.register_forward_hook(lambda *_: calls.append(1))
+        encoder(micro_batches(1, 4, hard_negatives=1)[0])
+        assert len(calls) == (1 if tie and unpadded else 2)
+        calls.clear()
+
+
+def test_texts_of_equal_length_share_a_call(monkeypatch):
+    """With the vectors and gradients of one call for each text; a call for all texts would
+    differ."""
+    kernel, calls = torch.nn.functional.scaled_dot_product_attention, []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return kernel(*args, **kwargs)
+
+    torch.manual_seed(0)
+    lengths = [6, 4, 4, 4, 3]
+    bounds = torch.tensor([0, 6, 10, 14, 18, 21], dtype=torch.int32)
+    inputs = [torch.randn(1, 2, 21, 8, requires_grad=True) for _ in range(3)]
+    texts = zip(*(each.split(lengths, 2) for each in inputs), strict=True)
+    expected = torch.cat([kernel(*text) for text in texts], 2).squeeze(0).transpose(0, 1)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    found = by_length(inputs, 0.0, None, bounds, 6)
+    assert len(calls) == 3
+    for one, other in zip(
+        (found, *torch.autograd.grad(found.square().sum(), inputs)),
+        (expected, *torch.autograd.grad(expected.square().sum(), inputs)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+    whole = kernel(*inputs)[0].transpose(0, 1)
+    assert (whole - found).abs().max() > DIFFERENT
+
+
 def test_attention_across_texts_changes_vectors():
     """Negative control: the same packed row, read as one text."""
     encoder = family_encoder("bert").eval()
@@ -82,7 +124,7 @@ def test_attention_across_texts_changes_vectors():
         0
     ]
     first = one[: row.bounds[1]].mean(0)
-    assert (first - right[0]).abs().max() > DIFFERENT
+    assert (first - right[row.texts[0]]).abs().max() > DIFFERENT
 
 
 def test_encoding_without_padding_gives_equal_vectors(minilm):
@@ -99,10 +141,12 @@ def test_unpad_removes_padding():
         torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]]),
     )
     row = unpad(tokens, first=2)
-    assert row.input_ids.tolist() == [[7, 8, 9, 5, 6, 4]]
-    assert row.position_ids.tolist() == [[2, 3, 2, 3, 4, 2]]
-    assert row.kept.tolist() == [0, 1, 3, 4, 5, 6]
-    assert row.bounds.tolist() == [0, 2, 5, 6]
+    # the longest text first
+    assert row.input_ids.tolist() == [[9, 5, 6, 7, 8, 4]]
+    assert row.position_ids.tolist() == [[2, 3, 4, 2, 3, 2]]
+    assert row.texts.tolist() == [1, 1, 1, 0, 0, 2]
+    assert row.bounds.tolist() == [0, 3, 5, 6]
+    assert row.places.tolist() == [1, 0, 2]
     assert row.longest == 3
 
 
@@ -115,8 +159,12 @@ def test_unpad_reads_no_value_from_the_device():
     tokens = Tokens(ids, mask).to(torch.device("meta"))
     row = unpad(tokens)
     assert {
-        each.device.type for each in (row.input_ids, row.position_ids, row.kept, row.bounds)
+        each.device.type
+        for each in (row.input_ids, row.position_ids, row.bounds, row.texts, row.places)
     } == {"meta"}
+    states = torch.empty(5, 8, device="meta")
+    for pooling in ("cls", "last", "mean"):
+        assert pool_unpadded(states, row, pooling).shape == (2, 8)
     assert (row.input_ids.shape, row.longest) == ((1, 5), 3)
     with pytest.raises((RuntimeError, NotImplementedError)):
         unpad(Tokens(tokens.input_ids, tokens.attention_mask))
@@ -124,7 +172,7 @@ def test_unpad_reads_no_value_from_the_device():
 
 @pytest.mark.parametrize(("dtype", "same"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("width", [8, 12])
-def test_varlen_attention_equals_text_by_text(width, dtype, same, monkeypatch):
+def test_varlen_attention_equals_attention_by_length(width, dtype, same, monkeypatch):
     """The kernels exist only on a GPU; here a loop over texts replaces them, with their layout of
     arguments and results."""
 
@@ -132,7 +180,7 @@ def test_varlen_attention_equals_text_by_text(width, dtype, same, monkeypatch):
         assert starts is ends
         assert query.shape[-1] % 8 == 0
         inputs = [each.transpose(0, 1).unsqueeze(0) for each in (query, key, value)]
-        return (by_text(inputs, 0.0, scale, starts, 9),)
+        return (by_length(inputs, 0.0, scale, starts, 9),)
 
     def efficient(query, key, value, bias, *rest, **scale):
         assert bias is None
@@ -150,7 +198,7 @@ def test_varlen_attention_equals_text_by_text(width, dtype, same, monkeypatch):
         torch.randn(1, 2, 17, width, dtype=dtype, requires_grad=True) for _ in range(3)
     )
     found = []
-    for way in (by_text, varlen):
+    for way in (by_length, varlen):
         output = way((query, key, value), 0.0, None, bounds, 9)
         assert output.shape == (17, 2, width)
         found.append((output, *torch.autograd.grad(output.square().sum(), (query, key, value))))
@@ -245,10 +293,11 @@ def test_lengths_are_rounded_on_a_gpu():
     assert lengths == [13, 13, 16, 16, 20, 13]
 
 
+@pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("method", list(METHODS))
-def test_unpadded_gradients_equal_padded(method):
+def test_unpadded_gradients_equal_padded(method, tie):
     data = [micro_batches(3, 4, 1, seed=i) for i in range(2)]
-    start = tiny_encoder()
+    start = tiny_encoder(tie=tie)
     plain, _ = run_steps(method, data, bank_size=16, push=12, encoder=start)
     start.set_attention("auto", unpad=True)
     assert (

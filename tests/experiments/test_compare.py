@@ -65,7 +65,7 @@ def study_folder(tmp_path_factory):
     environment = {**os.environ, "CONTACCUM_CACHE": str(folder / "cache")}
     done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{folder / 'study' / 'report.html'}\n"
+    (folder / "stdout").write_text(done.stdout)
     return folder
 
 
@@ -731,6 +731,47 @@ class Page(HTMLParser):
             for name, value in attrs
             if name in ("src", "href", "xlink:href", "data", "action")
         ]
+
+
+def test_summary_lists_the_tested_differences_best_first(study_folder):
+    """The table that the command prints last, and the page's path."""
+    table, page = (study_folder / "stdout").read_text().rstrip("\n").split("\n\n")
+    assert page == str(study_folder / "study" / "report.html")
+    heads, _, *rows = (
+        [cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()
+    )
+    assert heads[:4] == ["setting", "ndcg@10", "minus grad_accum", "95 % interval"]
+    assert len(heads) == 7
+    scores = {row[0]: float(row[1]) for row in rows}
+    assert sorted(scores.values(), reverse=True) == list(scores.values())
+    metrics = read_json(study_folder / "study" / "runs" / "bm25" / "metrics.json")
+    assert scores["bm25"] == pytest.approx(metrics["mean"]["ndcg@10"], abs=5e-5)
+    for row in rows:
+        if row[0] == "grad_accum":
+            assert row[2:5] == ["-", "-", "-"]
+        else:
+            apart = scores[row[0]] - scores["grad_accum"]
+            assert float(row[2]) == pytest.approx(apart, abs=2e-4)
+            low, high = map(float, row[3].split(" to "))
+            assert low <= float(row[2]) <= high
+
+
+def test_a_baseline_can_be_the_reference(study_folder, tmp_path):
+    """The finished runs are only reported again."""
+    for name in ("config.yaml", "data"):
+        (tmp_path / name).symlink_to(study_folder / name)
+    shutil.copytree(study_folder / "study", tmp_path / "study")
+    call = [*command(study_folder, tmp_path / "study"), "--seeds", "1", "--vary", "bank.size=16,24"]
+    environment = {**os.environ, "CONTACCUM_CACHE": str(study_folder / "cache")}
+    done = subprocess.run(
+        [*call, "--against", "untrained"],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    tests = list(csv.DictReader((tmp_path / "study" / "tests.csv").open()))
+    assert {row["against"] for row in tests} == {"untrained"}
+    assert len(tests) == 4
+    assert "minus untrained" in done.stdout
 
 
 def test_page_is_self_contained(study_folder):

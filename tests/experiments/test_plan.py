@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from helpers import train_config, write_beir
+from invented_set import write_invented_set
 from processes import small_disk
 
 from contaccum.batch import RowIds
@@ -110,12 +111,13 @@ def test_no_size_fits_below_the_smallest_peak():
 
 def test_gpu_context_is_reported_with_the_budget_that_training_needs():
     config = TrainConfig(method="cont_accum", output_dir="run")
-    found = Measurement(8, 3e9, 0.01, 1000, 500_000_000, 0.5, 1000)
+    found = Measurement(8, 3e9, 0.01, 1000, 500_000_000, 0.5, 1000, "fp32, without padding")
     assert found.epoch(250) == pytest.approx(4 * 0.5)
     shown = render({"cont_accum": found}, config, 4_000_000_000)
     (found_budget,) = re.findall(r"set run\.memory_budget to (\w+)\.", shown)
     assert parse_bytes(found_budget) == 3_500_000_000
     assert "expandable_segments:True" in shown
+    assert "cont_accum trains in fp32, without padding." in shown
     assert "memory_budget" not in render(
         {"cont_accum": replace(found, context=0)}, config, 4_000_000_000
     )
@@ -137,7 +139,7 @@ def test_durations_and_sizes_are_readable():
 
 DEMO = [
     "--config",
-    "configs/demo.yaml",
+    "configs/study/demo.yaml",
     "--model.tiny_vocabulary",
     "300",
     "--batch.micro_batch_size",
@@ -149,8 +151,9 @@ def test_plan_command_measures_and_writes_json(tmp_path, capsys, monkeypatch):
     # freed memory goes back, so the peak is a line in B
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     output = tmp_path / "plan.json"
+    data = str(write_invented_set(tmp_path / "data"))
     extra = ["--methods", "cont_accum", "--memory", "4GB", "--output", str(output)]
-    assert main(["plan", *DEMO, *extra]) == 0
+    assert main(["plan", *DEMO, "--data.train", data, *extra]) == 0
     shown = capsys.readouterr().out
     assert "| cont_accum |" in shown
     made = json.loads(output.read_text())["methods"][0]
@@ -160,14 +163,15 @@ def test_plan_command_measures_and_writes_json(tmp_path, capsys, monkeypatch):
     assert made["largest_bank"] > 10_000
 
 
-def test_a_micro_batch_with_blocks_below_32_mb_is_predicted_within_a_tenth():
+def test_a_micro_batch_with_blocks_below_32_mb_is_predicted_within_a_tenth(tmp_path):
     """The prediction is a line through the peaks of 4, 8 and 16 pairs; the size that it finds is
     then measured."""
     config = from_mapping(
-        yaml.safe_load(Path("configs/demo.yaml").read_text())
+        yaml.safe_load(Path("configs/study/demo.yaml").read_text())
         | {
             "method": "cont_accum",
             "output_dir": "not written to",
+            "data": {"train": str(write_invented_set(tmp_path / "data"))},
             "batch": {"global_batch_size": 1024, "micro_batch_size": 16},
         }
     )
@@ -224,7 +228,8 @@ def test_a_full_disk_ends_the_plan_in_one_sentence(tmp_path, capsys, monkeypatch
     with small_disk(tmp_path / "disk") as disk:
         monkeypatch.setenv("CONTACCUM_CACHE", str(disk / "cache"))
         (disk / "filler").write_bytes(bytes((1 << 20) - (1 << 15)))
-        assert main(["plan", *DEMO, "--methods", "grad_accum", "--memory", "4GB"]) == 2
+        data = ["--data.train", str(write_invented_set(tmp_path / "data"))]
+        assert main(["plan", *DEMO, *data, "--methods", "grad_accum", "--memory", "4GB"]) == 2
     said = capsys.readouterr().err
     assert "No space left on device" in said.strip().splitlines()[-1]
     assert "Traceback" not in said

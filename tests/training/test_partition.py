@@ -46,7 +46,7 @@ SAME, DIFFERENT = (
     1e-3,
 )
 TOKENS = 250
-BY_TOKENS = {"batch.micro_batch_tokens": TOKENS, "batch.micro_batch_size": 8}  # 8: not set
+BY_TOKENS = {"batch.micro_batch_tokens": TOKENS, "batch.micro_batch_size": "auto"}
 LENGTHS = {"data.hard_negatives": 1, "model.max_passage_length": 48, "model.tiny_layers": 4}
 
 

@@ -132,7 +132,7 @@ def test_config_of_a_run_starts_another_run(scene, tmp_path):
 def test_log_of_another_version_is_refused(scene, tmp_path):
     run = interrupted(scene, tmp_path / "run")
     first, *lines = (run / "log.jsonl").read_text().splitlines()
-    assert json.loads(first) == {"format_version": 1}
+    assert json.loads(first)["format_version"] == 1
     for version in (0, 2):
         (run / "log.jsonl").write_text(
             "\n".join([json.dumps({"format_version": version}), *lines]) + "\n"

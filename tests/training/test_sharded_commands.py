@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers import write_beir
+from invented_set import write_invented_set
 from processes import Job, run_jobs
 
 import contaccum
@@ -13,16 +14,9 @@ from contaccum.runtime.files import read_json
 
 pytestmark = pytest.mark.acceptance
 PACKAGE = Path(contaccum.__file__).parent
-DEMO = str(PACKAGE / "data" / "demo")
 FINETUNE = [
     "--config",
     str(PACKAGE / "configs" / "finetune.yaml"),
-    "--data.train",
-    DEMO,
-    "--data.dev",
-    DEMO,
-]
-FINETUNE += [
     "--model.name",
     "tiny",
     "--model.dropout",
@@ -41,6 +35,8 @@ def folder(tmp_path_factory):
     """Outputs of all jobs."""
     folder = tmp_path_factory.mktemp("commands")
     data = str(write_beir(folder / "data"))
+    invented = str(write_invented_set(folder / "invented"))
+    finetune = [*FINETUNE, "--data.train", invented, "--data.dev", invented]
 
     def command(name: str, output: str, *options: str) -> list[str]:
         return [
@@ -51,14 +47,14 @@ def folder(tmp_path_factory):
         ]
 
     jobs = {
-        "train": Job(command("train", "whole", *FINETUNE)),
-        "train sharded": Job(command("train", "sharded", *FINETUNE, *FSDP), 2),
+        "train": Job(command("train", "whole", *finetune)),
+        "train sharded": Job(command("train", "sharded", *finetune, *FSDP), 2),
         "train slower": Job(
-            command("train", "slower", *FINETUNE, "--optim.learning_rate", "4.0e-5")
+            command("train", "slower", *finetune, "--optim.learning_rate", "4.0e-5")
         ),
     }
     for name, processes in (("whole", 1), ("sharded", 2), ("slower", 1)):
-        evaluated = ["--model", str(folder / name / "model"), "--data", DEMO, "--device", "cpu"]
+        evaluated = ["--model", str(folder / name / "model"), "--data", invented, "--device", "cpu"]
         jobs[f"evaluate {name}"] = Job(command("evaluate", f"{name}.json", *evaluated), processes)
     for processes in PROCESSES:
         model = ["--model", str(folder / "sharded" / "model"), "--device", "cpu"]

@@ -254,7 +254,6 @@ def calls_on(disk: Path, data: Path, model: Path) -> dict[str, list[object]]:
         ],
         "convert": ["data", "convert", data, disk / "all.jsonl", "--to", "jsonl"],
         "convert to a folder": ["data", "convert", data, disk / "beir", "--to", "beir"],
-        "demo": ["data", "demo", disk / "demo"],
     }
 
 

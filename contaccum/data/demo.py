@@ -1,30 +1,27 @@
-#!/usr/bin/env python3
-"""Make a data set of API documentation from the docstrings of numpy, scipy and torch.
-
-    python scripts/make_api_docs.py OUTPUT
+"""The command ``data demo``: a data set of API documentation, made from installed packages.
 
 A docstring's summary is the query, and the rest of the docstring is the only relevant passage.
-OUTPUT becomes a BEIR folder with the splits train, dev and test. Modules with the same name, such
-as scipy.linalg.blas and scipy.sparse.linalg.blas, are in the same split, because they often have
-similar docstrings. The installed source files are parsed, not imported, so that the pairs depend
-only on the versions of the packages: not on the device, the platform or the version of Python. The
-script prints these versions, the numbers of pairs, and a checksum of all files.
+Modules with the same name, such as scipy.linalg.blas and scipy.sparse.linalg.blas, are in the same
+split, because they often have similar docstrings. The source files are parsed, not imported, so
+that the pairs depend only on the versions of the packages: not on the device, the platform or the
+version of Python.
 
 The texts belong to the authors of numpy, scipy and torch (BSD licences).
 """
 
-import argparse
 import ast
 import hashlib
 import inspect
 import json
 import re
-import sys
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+
+from contaccum.errors import InputError
+from contaccum.runtime.files import whole_folder
 
 PACKAGES = ("numpy", "scipy", "torch")
 SKIPPED_FOLDERS = {"tests", "test", "testing", "distutils"}
@@ -48,8 +45,8 @@ MARKUP = re.compile(r":\w+:`~?([^`]*)`|`+([^`]*)`+")
 def source_files(package: str) -> Iterator[tuple[str, Path]]:
     """Yield (name of the module, path) for the Python files of a package, sorted by name."""
     spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        sys.exit(f"{package} is not installed; install the versions of requirements.lock")
+    assert spec is not None, package  # contaccum depends on all PACKAGES
+    assert spec.origin is not None, package
     root = Path(spec.origin).parent
     modules = []
     for path in root.rglob("*.py"):
@@ -169,8 +166,15 @@ def make_pairs() -> list[tuple[str, str, str]]:
     return pairs
 
 
-def write(folder: Path, pairs: list[tuple[str, str, str]]) -> str:
-    """Write the BEIR folder. Return the SHA-256 of its files."""
+def write_demo(folder: str | Path) -> str:
+    """Write the demo data set: a BEIR folder with the splits train, dev and test.
+
+    Return the sizes of the data set, the versions that it was made from, and the SHA-256 of its
+    files. Equal versions give equal files. Raise InputError if ``folder`` exists.
+    """
+    if Path(folder).exists():
+        raise InputError(f"{folder}: already exists; choose a new folder")
+    pairs = make_pairs()
     files = {"corpus.jsonl": "", "queries.jsonl": ""}
     files |= {
         f"qrels/{split}.tsv": "query-id\tcorpus-id\tscore\n" for split in ("train", "dev", "test")
@@ -183,33 +187,16 @@ def write(folder: Path, pairs: list[tuple[str, str, str]]) -> str:
         files["queries.jsonl"] += json.dumps(record) + "\n"
         files[f"qrels/{split_of(module)}.tsv"] += f"q{number}\tp{number}\t1\n"
     checksum = hashlib.sha256()
-    (folder / "qrels").mkdir(parents=True)
-    for name, text in files.items():
-        content = text.encode()
-        (folder / name).write_bytes(content)
-        checksum.update(content)
-    return checksum.hexdigest()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("output", type=Path, help="folder to write; it must not exist")
-    chosen = parser.parse_args()
-    if chosen.output.exists():
-        sys.exit(f"{chosen.output} exists; name a new folder")
-    pairs = make_pairs()
-    checksum = write(chosen.output, pairs)
+    with whole_folder(folder) as unfinished:
+        (unfinished / "qrels").mkdir()
+        for name, text in files.items():
+            (unfinished / name).write_bytes(text.encode())
+            checksum.update(text.encode())
     # the part after + is the build, such as cpu
-    print(" ".join(f"{package}=={version(package).partition('+')[0]}" for package in PACKAGES))
+    versions = [f"{package} {version(package).partition('+')[0]}" for package in PACKAGES]
     splits = [split_of(module) for module, _, _ in pairs]
-    print(
-        f"{len(pairs)} pairs: "
-        + ", ".join(f"{splits.count(split)} {split}" for split in ("train", "dev", "test"))
+    counts = [f"{splits.count(split)} {split}" for split in ("train", "dev", "test")]
+    return (
+        f"{folder}: {len(pairs)} passages and queries ({', '.join(counts)}) from the API "
+        f"documentation of {', '.join(versions)}\nsha256 {checksum.hexdigest()}"
     )
-    print(f"sha256 {checksum}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,15 @@
-"""Generates the demo set: paraphrased questions about thousands of similar plants, machines and
-towns.
+"""A data set of invented words: paraphrased questions about thousands of similar plants, machines
+and towns.
 
 Every passage describes one invented thing by six attributes, and its neighbours share most of them.
 A question names three attributes, enough to identify one passage, half of them in other words than
 the passages use. Word overlap says little: a model has to learn which wordings mean the same, and
 to tell neighbours apart, which takes many negatives.
 
-    python scripts/make_demo.py        # writes data/demo and, gzipped, contaccum/data/demo
-
-The bytes are the same on every machine and Python version.
+A model with random weights can learn it, so checks and measurements need no pretrained encoder. The
+bytes are the same on every machine and Python version.
 """
 
-import gzip
 import json
 import random
 from collections.abc import Iterable, Sequence
@@ -19,7 +17,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from demo_words import KINDS, Kind
+from invented_words import KINDS, Kind
 
 Item = TypeVar("Item")
 
@@ -180,7 +178,7 @@ def _lines(records: Iterable[dict[str, str]]) -> str:
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
-def demo_files() -> dict[str, str]:
+def invented_files() -> dict[str, str]:
     """Generate the files of the BEIR folder, with the splits train, dev and test."""
     dice = Dice(SEED)
     things = _things(dice)
@@ -202,20 +200,10 @@ def demo_files() -> dict[str, str]:
     return files
 
 
-def main() -> None:
-    root = Path(__file__).parent.parent
-    for name, text in demo_files().items():
-        content = text.encode("utf-8")
-        plain, packed = (
-            root / "data" / "demo" / name,
-            root / "contaccum" / "data" / "demo" / f"{name}.gz",
-        )
-        for path in (plain, packed):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        plain.write_bytes(content)
-        with open(packed, "wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as stream:
-            stream.write(content)
-
-
-if __name__ == "__main__":
-    main()
+def write_invented_set(folder: Path) -> Path:
+    """Write the BEIR folder and return its path. An existing folder is left as it is."""
+    if not folder.exists():
+        (folder / "qrels").mkdir(parents=True)
+        for name, text in invented_files().items():
+            (folder / name).write_bytes(text.encode())
+    return folder

@@ -1,5 +1,5 @@
-"""The vocabulary of the demo set: kinds of things, their attributes, and each attribute's values in
-three wordings.
+"""The vocabulary of invented_set.py: kinds of things, their attributes, and each attribute's values
+in three wordings.
 
 Of a value's wordings passages use the first; questions use any.
 """

@@ -1,0 +1,164 @@
+"""Choose the settings whose value is ``auto``: precision, padding and the size of micro-batches.
+
+The chosen values replace ``auto`` in the config of a run, and so in its config.yaml. A resumed run
+keeps them, also on another device.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from contaccum.batch import Tokens
+from contaccum.config import TrainConfig, parse_bytes
+from contaccum.encoder import DualEncoder
+from contaccum.encoder.tower import can_unpad
+from contaccum.runtime.engine import Engine
+from contaccum.runtime.processes import encoding_device
+from contaccum.training.run_folder import CONFIG_FILE, flat, read_config
+
+# maximum number of tokens of a pass on a CPU, where passes with more tokens are not faster
+CPU_TOKENS = 2048
+# maximum on a GPU, where passes with more tokens are hardly faster
+GPU_TOKENS = 32_768
+PROBE_TOKENS = 8192  # number of tokens of the pass that measures the memory
+USED = 0.85  # share of the free memory that passes may use
+
+
+def recorded(config: TrainConfig) -> TrainConfig:
+    """Return ``config`` with the values that the run to resume chose when it started."""
+    folder = Path(config.output_dir)
+    if not (config.resume and (folder / CONFIG_FILE).is_file()):
+        return config
+    old = flat(read_config(folder))
+    run, model, batch = config.run, config.model, config.batch
+    if run.precision == "auto":
+        run = replace(run, precision=old["run.precision"])
+    if model.unpad == "auto":
+        model = replace(model, unpad=old["model.unpad"])
+    if batch.micro_batch_size == "auto" and batch.micro_batch_tokens is None:
+        batch = replace(
+            batch,
+            micro_batch_size=old["batch.micro_batch_size"],
+            micro_batch_tokens=old["batch.micro_batch_tokens"],
+        )
+    return replace(config, run=run, model=model, batch=batch)
+
+
+def choose_precision(config: TrainConfig) -> TrainConfig:
+    """Return ``config`` with a precision: bf16 on a GPU that supports it, else fp32."""
+    if config.run.precision != "auto":
+        return config
+    device = encoding_device(config.run.device)
+    bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return replace(config, run=replace(config.run, precision="bf16" if bf16 else "fp32"))
+
+
+def choose_unpad(config: TrainConfig, encoder: DualEncoder) -> bool:
+    """Return whether to compute without padding.
+
+    ``auto`` means: if the encoder and the device can, unless the config chooses an implementation
+    of attention that needs padding, or compiles the encoder.
+    """
+    if config.model.unpad != "auto":
+        return config.model.unpad
+    return (
+        config.model.attention not in ("eager", "sdpa")
+        and config.run.compile == "off"
+        and encoder.device.type in ("cpu", "cuda")
+        and all(can_unpad(tower) for tower in encoder.towers)
+    )
+
+
+def choose(config: TrainConfig, engine: Engine, encoder: DualEncoder) -> TrainConfig:
+    """Return ``config`` with a choice for padding and for the size of micro-batches.
+
+    The encoder must be on its device, with all its switches.
+    """
+    model = replace(config.model, unpad=choose_unpad(config, encoder))
+    batch = config.batch
+    if config.micro_batches_by_memory:
+        batch = replace(batch, micro_batch_tokens=token_budget(config, engine, encoder))
+    elif batch.micro_batch_size == "auto" and batch.micro_batch_tokens is None:
+        size = config.micro_batch_size(engine.world)
+        batch = replace(batch, micro_batch_size=size)
+        fitting = fitting_pairs(config, engine, encoder)
+        if fitting > size and engine.is_main:
+            print(
+                f"micro-batches of {size} pairs; {fitting} would fit, take less time and give each "
+                "query more negatives (batch.micro_batch_size)",
+                file=sys.stderr,
+            )
+    return replace(config, model=model, batch=batch)
+
+
+def token_budget(config: TrainConfig, engine: Engine, encoder: DualEncoder) -> int:
+    """Return the maximum number of tokens of a pass: at least those of one pair."""
+    budget = CPU_TOKENS
+    if engine.device.type == "cuda":
+        budget = min(GPU_TOKENS, fitting_tokens(encoder, engine, free_memory(config, engine)))
+    return max(budget, longest_pair(config, encoder))
+
+
+def fitting_pairs(config: TrainConfig, engine: Engine, encoder: DualEncoder) -> int:
+    """Return the largest B that fits and divides a process's pairs, or 0 if it is not measured."""
+    if config.spec.whole or engine.device.type != "cuda":
+        return 0
+    tokens = fitting_tokens(encoder, engine, free_memory(config, engine))
+    most = tokens // longest_pair(config, encoder)
+    pairs = config.batch.global_batch_size // engine.world
+    return next((size for size in range(min(most, pairs), 0, -1) if pairs % size == 0), 0)
+
+
+def free_memory(config: TrainConfig, engine: Engine) -> int:
+    """Return how many bytes of GPU memory torch may still use."""
+    free, _ = torch.cuda.mem_get_info(engine.device)
+    free += torch.cuda.memory_reserved(engine.device)
+    if config.run.memory_budget is not None:
+        free = min(free, parse_bytes(config.run.memory_budget))
+    return free - torch.cuda.memory_allocated(engine.device)
+
+
+def longest_pair(config: TrainConfig, encoder: DualEncoder) -> int:
+    """Return the number of tokens that a query and its passages can have."""
+    settings = encoder.settings
+    passages = (1 + config.data.hard_negatives) * settings.max_passage_length
+    return settings.max_query_length + passages
+
+
+def fitting_tokens(encoder: DualEncoder, engine: Engine, free: int) -> int:
+    """Return how many tokens a training pass may have with ``free`` bytes of GPU memory.
+
+    A pass over texts of full length measures the memory of a token. With several processes, the
+    result is that of the process with the least memory.
+    """
+    length = encoder.settings.max_passage_length
+    texts = max(1, PROBE_TOKENS // length)
+    ids = torch.zeros(texts, length, dtype=torch.long)
+    tokens = Tokens(ids, torch.ones_like(ids)).to(engine.device)
+    trained = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
+    # gradients and the two moments of AdamW, which do not exist yet
+    state = 3 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
+    before = torch.cuda.memory_allocated(engine.device)
+    engine.reset_peak_memory()
+    encoder.train()
+    with engine.autocast():
+        vectors = encoder.embed(encoder.passage_tower, tokens)
+    vectors.sum().backward()
+    used = torch.cuda.max_memory_allocated(engine.device) - before
+    encoder.zero_grad()
+    fitting = int(USED * (free - state) * texts * length / used)
+    return -engine.largest(-fitting)
+
+
+def description(config: TrainConfig) -> str:
+    """Return the precision, the padding and the size of micro-batches as a line for the log."""
+    padding = "without padding" if config.model.unpad else "with padding"
+    size = config.micro_batch_tokens
+    micro_batches = (
+        f"micro-batches of {config.batch.micro_batch_size} pairs (batch.micro_batch_size)"
+        if size is None
+        else f"micro-batches of at most {size} tokens (batch.micro_batch_tokens)"
+    )
+    return f"{config.run.precision}, {padding}, in {micro_batches}"

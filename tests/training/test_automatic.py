@@ -1,0 +1,124 @@
+"""Settings that are ``auto``: what is chosen on a CPU, where it is written, and that a resumed run
+keeps it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import tiny_encoder, train_config, weights, write_beir
+
+from contaccum.config import from_mapping
+from contaccum.errors import InputError
+from contaccum.runtime.engine import Engine
+from contaccum.training import automatic
+from contaccum.training.loop import train
+from contaccum.training.run_folder import read_config
+
+AUTO = {"batch.micro_batch_size": "auto", "optim.max_steps": 4, "run.save_steps": 2}
+
+
+def of_run(folder):
+    return from_mapping(read_config(folder))
+
+
+def test_choices_are_written_and_a_resumed_run_keeps_them(tmp_path, capfd):
+    data = write_beir(tmp_path / "data")
+    config = train_config(data, tmp_path / "run", "grad_cache", **AUTO)
+    assert (config.run.precision, config.model.unpad) == ("auto", "auto")
+    train(config)
+    found = of_run(tmp_path / "run")
+    assert (found.run.precision, found.model.unpad) == ("fp32", True)
+    assert found.micro_batch_tokens == automatic.CPU_TOKENS
+    assert (
+        "fp32, without padding, in micro-batches of at most 2048 tokens" in capfd.readouterr().err
+    )
+    first = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[0])
+    assert first["settings"] == {
+        "run.precision": "fp32",
+        "model.unpad": True,
+        "batch.micro_batch_size": "auto",
+        "batch.micro_batch_tokens": 2048,
+    }
+    # by hand, these values give the same bytes
+    by_hand = {"batch.micro_batch_tokens": 2048, "model.unpad": True, "run.precision": "fp32"}
+    train(train_config(data, tmp_path / "by hand", "grad_cache", **AUTO, **by_hand))
+    assert weights(tmp_path / "by hand") == weights(tmp_path / "run")
+
+    # a run that chose other values, as on another machine, keeps them
+    config_file = tmp_path / "run" / "config.yaml"
+    config_file.write_text(config_file.read_text().replace("2048", "999"))
+    train(replace(config, resume=True, optim=replace(config.optim, max_steps=4)))
+    assert of_run(tmp_path / "run").micro_batch_tokens == 999
+    # negative control: a value that the command sets is a change
+    batch = replace(config.batch, micro_batch_tokens=2048)
+    with pytest.raises(InputError, match="micro_batch_tokens was 999 and is 2048"):
+        train(replace(config, resume=True, batch=batch))
+
+
+def chosen(method, **changes):
+    config = train_config("data", "run", method, **{"batch.micro_batch_size": "auto", **changes})
+    return automatic.choose(config, Engine(device="cpu"), tiny_encoder())
+
+
+def test_micro_batch_size_by_method():
+    for method in ("grad_accum", "cont_accum", "passage_bank"):
+        assert chosen(method).batch.micro_batch_size == 8
+        assert chosen(method, **{"batch.global_batch_size": 12}).batch.micro_batch_size == 6
+        assert chosen(method).micro_batch_tokens is None
+    assert chosen("in_batch").batch.micro_batch_size == 16
+    for method in ("grad_cache", "cont_cache"):
+        assert chosen(method).micro_batch_tokens == automatic.CPU_TOKENS
+        # a pair has up to 16 + 200 * 16 tokens
+        assert chosen(method, **{"data.hard_negatives": 199}).micro_batch_tokens == 3216
+        assert chosen(method, **{"batch.micro_batch_size": 4}).micro_batch_tokens is None
+        assert chosen(method, **{"batch.micro_batch_tokens": 99}).micro_batch_tokens == 99
+
+
+@pytest.mark.parametrize(
+    ("changes", "unpadded"),
+    [
+        ({}, True),
+        ({"model.attention": "sdpa"}, False),
+        ({"model.attention": "eager"}, False),
+        ({"run.compile": "default"}, False),
+        ({"model.unpad": False}, False),
+        ({"model.unpad": True, "model.attention": "sdpa"}, True),
+    ],
+)
+def test_padding(changes, unpadded):
+    assert chosen("grad_accum", **changes).model.unpad is unpadded
+
+
+def test_padding_stays_if_the_encoder_needs_it():
+    config = train_config("data", "run", "grad_accum")
+    encoder = tiny_encoder()
+    encoder.passage_tower.backbone.config.model_type = "mpnet"
+    assert not automatic.choose_unpad(config, encoder)
+    encoder = tiny_encoder()
+    encoder.query_tower.tokenizer.padding_side = "left"
+    assert not automatic.choose_unpad(config, encoder)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "precision"),
+    [("cuda", (8, 0), "bf16"), ("cuda", (7, 5), "fp32"), ("cpu", None, "fp32")],
+)
+def test_precision(device, capability, precision, monkeypatch):
+    monkeypatch.setattr(automatic, "encoding_device", lambda name: torch.device(device))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = train_config("data", "run", "grad_accum")
+    assert automatic.choose_precision(config).run.precision == precision
+    config = replace(config, run=replace(config.run, precision="fp16"))
+    assert automatic.choose_precision(config) is config
+
+
+def test_tokens_that_fit_are_in_proportion_to_the_memory_of_a_pass(monkeypatch):
+    encoder = tiny_encoder()
+    trained = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
+    state = 12 * sum(parameter.numel() for parameter in trained)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 50 + 8192 * 10)
+    found = automatic.fitting_tokens(encoder, Engine(device="cpu"), state + 1_000_000)
+    assert found == 85_000  # 85 % of a million bytes, at 10 bytes a token
+    assert all(parameter.grad is None for parameter in encoder.parameters())
