@@ -5,6 +5,7 @@ writes the output.
 """
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -46,6 +47,7 @@ class Statistics:
     """Statistics of the mined queries."""
 
     short: int = 0  # number of queries that got fewer negatives than num_negatives
+    empty: int = 0  # number of queries that got no negative
     # filter name -> number of candidates that it removed
     removed: Counter[str] = field(default_factory=Counter)
     positives: list[float] = field(default_factory=list)  # lowest score of each query's positives
@@ -56,6 +58,7 @@ class Statistics:
     def add(self, other: Mapping[str, Any]) -> None:
         """Add the statistics of other queries, as the dictionary of their fields."""
         self.short += other["short"]
+        self.empty += other["empty"]
         self.removed.update(other["removed"])
         self.positives += other["positives"]
         self.negatives += other["negatives"]
@@ -72,6 +75,7 @@ class Statistics:
             "queries": len(self.positives),
             "negatives": len(self.negatives),
             "queries_with_fewer": self.short,
+            "queries_without": self.empty,
             "removed": dict(self.removed),
             "scores": scores,
         }
@@ -164,6 +168,7 @@ class Miner:
         statistics.add(
             {
                 "short": int(len(negatives) < self.settings.num_negatives),
+                "empty": int(not negatives),
                 "removed": removed | selected.removed,
                 "positives": [lowest],
                 "negatives": teacher.negatives,
@@ -217,6 +222,17 @@ class Miner:
         # after a kill, neither file exists or only the report: an output that exists is complete
         with whole_records(output) as file:
             file.writelines(framed(lines, self.to))
+            queries = len(statistics.positives)
+            if 2 * statistics.empty > queries:
+                removed = ", ".join(f"{name} {count}" for name, count in statistics.removed.items())
+                sentence = (
+                    f"{output}: {statistics.empty} of {queries} queries got no negative "
+                    f"(candidates removed: {removed}). The search found nothing else, or the "
+                    "filters are too strict."
+                )
+                if statistics.empty == queries:
+                    raise InputError(sentence)
+                warnings.warn(sentence, stacklevel=3)
             report = {**about, "settings": asdict(self.settings), **statistics.report()}
             write_json(about_path(output), report)
         return report

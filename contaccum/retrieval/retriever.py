@@ -1,6 +1,9 @@
 """Find the best passages of a corpus for each query, with an encoder or with BM25."""
 
 import operator
+import re
+import unicodedata
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import regex
 from datasets import Dataset, concatenate_datasets
 from tqdm.auto import tqdm
 
@@ -34,9 +38,22 @@ if TYPE_CHECKING:
 
 BM25_NAME = "bm25"
 """Model name that selects BM25."""
-WORDS = {"token_pattern": r"(?u)\b\w\w+\b", "stopwords": "en"}
-"""Settings of the bm25s tokenizer: lower-cased words of two characters or more, without English
-stop words."""
+_UNSPACED = (
+    r"\p{Han}\p{Hiragana}\p{Katakana}\p{Hangul}ー"  # ー belongs to no script
+    r"\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+)
+"""Scripts whose words are not separated by spaces. Korean has spaces, but its particles are part of
+the word before them."""
+_WORD = regex.compile(rf"(?P<unspaced>[{_UNSPACED}]+)|[\w--[{_UNSPACED}]]+", regex.V1)
+_ASCII_WORD = re.compile(r"\w+")  # faster, and equal for ASCII texts
+_POINTS = re.compile("[\u0591-\u05c7\u0610-\u061a\u0640\u064b-\u065f\u0670]")
+"""Vowel points of Hebrew and Arabic, and the Arabic tatweel. Most texts omit them."""
+STOP_WORDS = {
+    "a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it",
+    "no", "not", "of", "on", "or", "such", "that", "the", "their", "then", "there", "these", "they",
+    "this", "to", "was", "will", "with",
+}  # fmt: skip
+"""Lucene's English stop words."""
 DEFAULTS = SearchConfig()
 
 Scored = tuple[list[tuple[str, float]], np.ndarray]
@@ -201,8 +218,9 @@ class BM25(Retriever):
     """Retriever that ranks passages by the BM25 score of their title and text.
 
     bm25s computes Lucene's variant (k1 = 1.5, b = 0.75), without English stop words and without
-    stemming. Memory holds the tokenized corpus. A passage that shares no word with a query is not
-    found. Source: Robertson et al. 1994; bm25s, arXiv 2407.03618.
+    stemming; ``words_of`` describes the words. Memory holds the tokenized corpus. A passage that
+    shares no word with a query is not found. Source: Robertson et al. 1994; bm25s, arXiv
+    2407.03618.
     """
 
     def __init__(self, corpus: Dataset, extra: Dataset | None = None) -> None:
@@ -215,29 +233,45 @@ class BM25(Retriever):
         self.corpus = corpus
         passages = corpus if extra is None else concatenate_datasets([corpus, extra])
         self.ids, contents = Texts.of_corpus(passages).read(0, len(passages))
-        tokens = bm25s.tokenize(contents, show_progress=False, **WORDS)
+        self._vocabulary: dict[str, int] = {}
+        rows = [
+            [
+                self._vocabulary.setdefault(word, len(self._vocabulary))
+                for word in words_of(content, of_query=False)
+            ]
+            for content in contents
+        ]
         self._index = None
-        if tokens.vocab:  # bm25s divides by zero if the corpus has no words
+        if self._vocabulary:  # bm25s divides by zero if the corpus has no words
             self._index = bm25s.BM25()
-            self._index.index(tokens, show_progress=False)
+            self._index.index((rows, self._vocabulary), show_progress=False)
 
     def scores(self, queries: Sequence[str]) -> Iterator[np.ndarray]:
         """Yield, for each query text, the scores of all n passages, (n,) float32.
 
         A passage without words of the query gets 0.
         """
-        for terms in tqdm(words_of(queries), desc="BM25", unit="query", disable=None, leave=False):
-            if terms and self._index is not None:
-                yield self._index.get_scores(terms)
+        for query in tqdm(queries, desc="BM25", unit="query", disable=None, leave=False):
+            words = [word for word in words_of(query) if word in self._vocabulary]
+            if words and self._index is not None:
+                yield self._index.get_scores(words)
             else:
                 yield np.zeros(len(self.ids), dtype=np.float32)
 
     def _search(self, queries: Mapping[str, str], k: int) -> Run:
         scores = self.scores(list(queries.values()))
-        return {
+        run = {
             query_id: self._best(query_scores, k)
             for query_id, query_scores in zip(queries, scores, strict=True)
         }
+        empty = sum(not hits for hits in run.values())
+        if 2 * empty > len(run):
+            warnings.warn(
+                f"BM25 found no passage for {empty} of {len(run)} queries, because they share no "
+                "word with any passage. Are queries and passages in the same language?",
+                stacklevel=3,
+            )
+        return run
 
     def search_with_positives(
         self, queries: Sequence[str], positives: Sequence[Sequence[int]], k: int
@@ -257,11 +291,31 @@ class BM25(Retriever):
         return [(self.ids[row], float(scores[row])) for row in rows]
 
 
-def words_of(texts: Sequence[str]) -> list[list[str]]:
-    """Return, for each text, the list of words that BM25 uses."""
-    import bm25s
+def words_of(text: str, of_query: bool = True) -> list[str]:
+    """Return the words of a text for BM25, without English stop words.
 
-    return bm25s.tokenize(list(texts), return_ids=False, show_progress=False, **WORDS)
+    A word is a sequence of letters, digits and combining marks, without regard to case, to variants
+    of a character (Unicode NFKC), and to vowel points. A single letter is a word: vitamin C. In
+    scripts without spaces (Chinese, Japanese, Thai, ...) and in Korean, the words are all pairs of
+    neighbouring characters, as in Lucene's CJKAnalyzer. There, a passage also has its single
+    characters, so that a query of one character can be found.
+
+    of_query: whether the text is a query.
+    """
+    text = unicodedata.normalize("NFKC", text).casefold()
+    if text.isascii():
+        return [word for word in _ASCII_WORD.findall(text) if word not in STOP_WORDS]
+    words: list[str] = []
+    for match in _WORD.finditer(_POINTS.sub("", text)):
+        word = match[0]
+        if match["unspaced"] is None:
+            if word not in STOP_WORDS:
+                words.append(word)
+            continue
+        if len(word) == 1 or not of_query:
+            words += word
+        words += [word[start : start + 2] for start in range(len(word) - 1)]
+    return words
 
 
 def search_vectors(
