@@ -412,10 +412,11 @@ class Trainee:
         return self._micro_batches(partition_by_pairs(self.pairs, micro, self.engine.world))
 
     def cut_by_tokens(self, budget: int) -> list[MicroBatch]:
-        """Return the pairs as micro-batches of at most ``budget`` padded tokens per process."""
+        """Return the pairs as micro-batches of at most ``budget`` tokens per process."""
         queries, passages = self.lengths
+        world, padded = self.engine.world, self.engine.padded
         return self._micro_batches(
-            partition_by_tokens(queries, passages[:, None], budget, self.engine.world)
+            partition_by_tokens(queries, passages[:, None], budget, world, padded)
         )
 
     def _micro_batches(self, partition: list[np.ndarray]) -> list[MicroBatch]:

@@ -54,6 +54,7 @@ class MetaEngine:
     """Engine whose encoder launches no operations."""
 
     no_grad_group_size = 1
+    padded = True
     replay_share = 1.0
 
     def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:

@@ -34,6 +34,10 @@ class Tokens:
             source.attention_mask if on_cpu else self.host_mask,
         )
 
+    def count(self, padded: bool) -> int:
+        """Return the number of tokens, with padding if ``padded``. The texts must be on the CPU."""
+        return self.input_ids.numel() if padded else int(self.attention_mask.sum())
+
     def pinned(self) -> "Tokens":
         """Return the texts in page-locked memory, so that a copy to a GPU does not block."""
         return Tokens(self.input_ids.pin_memory(), self.attention_mask.pin_memory())
@@ -64,8 +68,8 @@ class Tokens:
         return Tokens(self.input_ids[rows][:, used], mask[:, used])
 
 
-def token_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Group texts into batches of at most ``budget`` tokens, including padding.
+def token_batches(lengths: Sequence[int], budget: int, padded: bool = True) -> Iterator[list[int]]:
+    """Group texts into batches of at most ``budget`` tokens, including padding if ``padded``.
 
     Yield the text indices of each batch.
 
@@ -73,12 +77,19 @@ def token_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
     padding. The longest texts come first, so that a budget too large for the memory fails in the
     first batch. A text with more than ``budget`` tokens is a batch by itself.
     """
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    start = 0
-    while start < len(order):
-        size = max(1, budget // max(1, lengths[order[start]]))
-        yield order[start : start + size]
-        start += size
+    batch: list[int] = []
+    tokens = 0
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[batch[0]] if padded and batch else lengths[index]
+        if batch and tokens + length > budget:
+            yield batch
+            batch = []
+            tokens = 0
+            length = lengths[index]
+        batch.append(index)
+        tokens += length
+    if batch:
+        yield batch
 
 
 ONE_TOKEN = Tokens(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.long))

@@ -154,15 +154,16 @@ class BatchConfig:
     as fit into its memory (at most 32768), else 2048. The other methods use 8 pairs, because B
     decides how many negatives a query has."""
     micro_batch_tokens: PositiveInt | None = None
-    """Maximum number of tokens in one forward pass of one process, including padding. It replaces
-    `micro_batch_size`. A forward pass of B pairs has B x (tokens of the longest query + (1 + H) x
-    tokens of the longest passage) tokens, where H is `data.hard_negatives`. The pairs of a step are
-    sorted by length and split into as few micro-batches as possible, which saves padding. Every
-    pair has the same weight in the loss. With `grad_cache` and `cont_cache`, the gradients are the
-    same as with `micro_batch_size`. The exception is `cont_cache` with a `bank.size` that is not a
-    multiple of `global_batch_size`: the bank then stores only a part of some step, and sorting
-    decides which pairs. With one-pass methods, a query is compared with passages of similar length.
-    Default: see `micro_batch_size`."""
+    """Maximum number of tokens in one forward pass of one process. It replaces `micro_batch_size`.
+    A step is split into as few micro-batches as possible. Every pair has the same weight in the
+    loss.
+    With padding (see `model.unpad`), a forward pass of B pairs has B x (tokens of the longest query
+    + (1 + H) x tokens of the longest passage) tokens, where H is `data.hard_negatives`, and the
+    pairs of a step are sorted by length, which saves padding. With `grad_cache` and `cont_cache`,
+    the gradients are the same as with `micro_batch_size`. The exception is `cont_cache` with
+    padding and a `bank.size` that is not a multiple of `global_batch_size`: the bank then stores
+    only a part of some step, and sorting decides which pairs. With one-pass methods and padding, a
+    query is compared with passages of similar length. Default: see `micro_batch_size`."""
     order: Literal["shuffled", "file"] = "shuffled"
     """Order of the examples: random in each epoch (shuffled), or as in the training data (file)."""
     on_out_of_memory: Literal["shrink", "stop"] = setting("shrink", resume="free")

@@ -1,7 +1,7 @@
-"""Make the padded micro-batches of an optimizer step.
+"""Make the micro-batches of an optimizer step.
 
 A pair is a query with 1 + H passages: a positive and H hard negatives. The size of a micro-batch is
-a number of pairs or of padded tokens.
+a number of pairs or of tokens.
 
 A partition divides the N pairs of a step into micro-batches. It is a list of index arrays, one for
 each micro-batch. The array of micro-batch k has shape (W * B_k,) for W processes: B_k pairs of
@@ -11,6 +11,7 @@ process 0, then B_k pairs of process 1, and so on. Every process computes the sa
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -33,40 +34,64 @@ def partition_by_pairs(pairs: int, size: int, world: int) -> list[np.ndarray]:
 
 
 def partition_by_tokens(
-    queries: np.ndarray, passages: np.ndarray, budget: int, world: int
+    queries: np.ndarray, passages: np.ndarray, budget: int, world: int, padded: bool = True
 ) -> list[np.ndarray]:
-    """Divide a step into micro-batches of at most ``budget`` padded tokens per process.
+    """Divide a step into micro-batches of at most ``budget`` tokens per process.
 
-    queries (N,) and passages (N, 1 + H) are lengths in tokens. B pairs have B * (longest query +
-    (1 + H) * longest passage) padded tokens. Pairs are sorted by length. The longest pairs come
-    first, so that an out-of-memory error comes early. Each of the ``world`` processes gets one of
-    every ``world`` consecutive pairs. The step has as few micro-batches as ``budget`` allows. With
-    this number of micro-batches, the largest one has as few padded tokens as possible.
+    queries (N,) and passages (N, 1 + H) are lengths in tokens. Each of the ``world`` processes gets
+    one of every ``world`` consecutive pairs. The step has as few micro-batches as ``budget``
+    allows. With this number of micro-batches, the largest one has as few tokens as possible.
+
+    padded: whether texts are padded, so that B pairs have B * (longest query + (1 + H) * longest
+    passage) tokens. Pairs are then sorted by length, the longest pairs first, so that an
+    out-of-memory error comes early. Without padding, the tokens are those of the texts, and pairs
+    keep their order.
     """
-    longest = passages.max(axis=1)
-    order = np.lexsort((-queries, -longest)).reshape(-1, world)  # (N / W, W); stable
-    query_tokens = queries[order].max(axis=1)
-    passage_tokens = longest[order].max(axis=1) * passages.shape[1]  # (N / W,), descending
-    single = int((query_tokens + passage_tokens).max())
-    assert single <= budget, "the budget must be at least the padded tokens of the longest pair"
-    fewest = len(_ends(query_tokens, passage_tokens, budget))
+    if padded:
+        longest = passages.max(axis=1)
+        order = np.lexsort((-queries, -longest)).reshape(-1, world)  # (N / W, W); stable
+        query_tokens = queries[order].max(axis=1)
+        passage_tokens = longest[order].max(axis=1) * passages.shape[1]  # (N / W,), descending
+        single = int((query_tokens + passage_tokens).max())
+        ends = partial(_padded_ends, query_tokens, passage_tokens)
+    else:
+        order = np.arange(len(queries)).reshape(-1, world)  # (N / W, W)
+        tokens = (queries + passages.sum(axis=1))[order].max(axis=1)  # (N / W,)
+        single = int(tokens.max())
+        ends = partial(_ends, tokens.cumsum())
+    assert single <= budget, "the budget must be at least the tokens of the longest pair"
+    fewest = len(ends(budget))
     low = single
     high = budget
     while low < high:
         middle = (low + high) // 2
-        if len(_ends(query_tokens, passage_tokens, middle)) > fewest:
+        if len(ends(middle)) > fewest:
             low = middle + 1
         else:
             high = middle
     partition = []
     start = 0
-    for end in _ends(query_tokens, passage_tokens, low):
+    for end in ends(low):
         partition.append(order[start:end].T.reshape(-1))
         start = end
     return partition
 
 
-def _ends(query_tokens: np.ndarray, passage_tokens: np.ndarray, limit: int) -> list[int]:
+def _ends(totals: np.ndarray, limit: int) -> list[int]:
+    """Fill micro-batches in order, each up to ``limit`` tokens.
+
+    totals: tokens of the first pair, of the first two pairs, and so on. Returns the end of each
+    micro-batch as an index into ``totals``.
+    """
+    ends: list[int] = []
+    before = 0
+    while not ends or ends[-1] < len(totals):
+        ends.append(int(np.searchsorted(totals, before + limit, side="right")))
+        before = int(totals[ends[-1] - 1])
+    return ends
+
+
+def _padded_ends(query_tokens: np.ndarray, passage_tokens: np.ndarray, limit: int) -> list[int]:
     """Fill micro-batches in order, each up to ``limit`` padded tokens.
 
     Returns the end of each micro-batch as an index into ``query_tokens``.
@@ -102,7 +127,8 @@ class BatchForm:
     """Size and padding of the micro-batches of one process."""
 
     micro_batch_size: int  # number of pairs
-    micro_batch_tokens: int | None = None  # maximum of padded tokens; replaces micro_batch_size
+    micro_batch_tokens: int | None = None  # maximum of tokens; replaces micro_batch_size
+    padded: bool = True  # whether padding counts as tokens
     pad_ids: tuple[int, int] = (0, 0)  # padding token ids of queries and of passages
     side: Side = "right"  # side of each text on which padding tokens are added
     rank: int = 0  # number of this process
@@ -169,9 +195,7 @@ class Batches:
         self._query_tokens = query_tokens
         self._passage_tokens = passage_tokens
         self.size = form.micro_batch_tokens or form.micro_batch_size
-        """Pairs of a micro-batch in one process. With ``micro_batch_tokens``: most padded
-        tokens.
-        """
+        """Pairs of a micro-batch in one process. With ``micro_batch_tokens``: most tokens."""
         self.smallest = 1
         """Smallest valid ``size``: one pair. With ``micro_batch_tokens``: tokens of the longest
         pair."""
@@ -223,7 +247,7 @@ class Batches:
         queries = np.array([len(pair.query) for pair in tokens.values()])  # (N,)
         # (N, 1 + H)
         passages = np.array([list(map(len, pair.passages)) for pair in tokens.values()])
-        return partition_by_tokens(queries, passages, size, self._form.world)
+        return partition_by_tokens(queries, passages, size, self._form.world, self._form.padded)
 
     def _tokens(self, rows: StepRows, indices: np.ndarray) -> dict[int, _PairTokens]:
         """Return the token ids of the pairs at ``indices``, by index.

@@ -58,7 +58,7 @@ def represent(engine: StepEngine, micro_batches: list[MicroBatch]) -> list[Rows]
     without_graph = micro_batches[:-1] if keep_last else micro_batches
     # The dropout noise depends on the index of a pass in the step. With dropout, the group size is
     # 1, so a micro-batch has the same index here and in the second pass.
-    groups = _groups(without_graph, engine.no_grad_group_size)
+    groups = _groups(without_graph, engine.no_grad_group_size, engine.padded)
     with_graph = [False] * len(groups)
     if keep_last:
         groups.append(micro_batches[-1:])
@@ -72,15 +72,18 @@ def represent(engine: StepEngine, micro_batches: list[MicroBatch]) -> list[Rows]
     return parts
 
 
-def _groups(micro_batches: list[MicroBatch], size: int) -> list[list[MicroBatch]]:
+def _groups(micro_batches: list[MicroBatch], size: int, padded: bool) -> list[list[MicroBatch]]:
     """Divide micro-batches into groups to join.
 
-    A group has at most ``size`` times as many pairs as its first.
+    Without padding, a group has ``size`` micro-batches. With padding, it has at most ``size`` times
+    as many pairs as its first micro-batch.
 
     A joined group is padded to its longest text. ``micro_batch_tokens`` sorts the micro-batches:
     the first one has the longest texts and the fewest pairs. So a group has about as many padded
     tokens as ``size`` micro-batches.
     """
+    if not padded:
+        return [micro_batches[i : i + size] for i in range(0, len(micro_batches), size)]
     groups: list[list[MicroBatch]] = []
     room = 0
     for batch in micro_batches:

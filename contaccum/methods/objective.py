@@ -176,6 +176,7 @@ class StepEngine(Protocol):
     """
 
     no_grad_group_size: int
+    padded: bool
     replay_share: float
 
     def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]: ...

@@ -36,7 +36,7 @@ def replay_sample(
     # the number of tokens of the largest micro-batch, so that the graph needs no more memory than
     # in other methods
     budget = max(
-        batch.queries.input_ids.numel() + batch.passages.input_ids.numel()
+        batch.queries.count(engine.padded) + batch.passages.count(engine.padded)
         for batch in micro_batches
     )
     kept_texts, all_texts, noise, signal = 0, 0, 0.0, 0.0
@@ -51,7 +51,8 @@ def replay_sample(
             [engine.own_rows(part) for part in weights.split([len(part) for part in parts])]
         )
         kept = own_weights.nonzero().flatten()
-        batches = token_batches(texts.attention_mask.sum(1)[kept].tolist(), budget)
+        lengths = texts.attention_mask.sum(1)[kept].tolist()
+        batches = token_batches(lengths, budget, engine.padded)
         for index, chosen in enumerate(engine.equalized(map(torch.tensor, batches))):
             rows = kept[chosen]
             embeddings = engine.encode_texts(side, texts.select(rows), index)  # (n, d)

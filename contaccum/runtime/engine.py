@@ -111,6 +111,7 @@ class Engine(Processes):
         if not self.sharded:
             self.copy_from_main([parameter.data for parameter in encoder.parameters()])
         self.optimizer = optimizer
+        self.padded = not encoder.query_tower.unpad
         self.no_grad_group_size = 1
         if self.device.type != "cpu":
             self.no_grad_group_size = encoder.no_grad_group_size(dropout=self.replay_share == 1)

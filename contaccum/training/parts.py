@@ -150,12 +150,14 @@ def build_batches(
     data, settings = config.data, encoder.settings
     size, rank, world = config.batch.global_batch_size, engine.rank, engine.world
     query, passage = encoder.query_tower, encoder.passage_tower
-    padding = (
-        (query.tokenizer.pad_token_id, passage.tokenizer.pad_token_id),
-        query.tokenizer.padding_side,
-    )
     form = BatchForm(
-        config.micro_batch_size(world), config.micro_batch_tokens, *padding, rank, world
+        config.micro_batch_size(world),
+        config.micro_batch_tokens,
+        padded=not query.unpad,
+        pad_ids=(query.tokenizer.pad_token_id, passage.tokenizer.pad_token_id),
+        side=query.tokenizer.padding_side,
+        rank=rank,
+        world=world,
     )
     with engine.main_first():
         query_tokens = _tokens(train_set, "query", settings, query)

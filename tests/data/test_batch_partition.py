@@ -52,6 +52,29 @@ def test_processes_get_equally_many_pairs_of_similar_length():
         assert (passages[first].max(1)[1:] <= passages[second].max(1)[:-1]).all()
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_partition_without_padding(world, seed):
+    """Against every partition of the pairs in their order."""
+    queries, passages = lengths(10, 1, seed)
+    tokens, budget = queries + passages.sum(1), 300
+    cut = partition_by_tokens(queries, passages, budget, world, padded=False)
+    rows = [part.reshape(world, -1).T for part in cut]
+    assert np.concatenate(rows).reshape(-1).tolist() == list(range(10))
+    by_row = tokens.reshape(-1, world).max(1)  # the process with the longest pair decides
+
+    def largest(bounds) -> int:
+        return max(int(part.sum()) for part in np.split(by_row, bounds))
+
+    tried = [
+        (count + 1, largest(bounds))
+        for count in range(len(by_row))
+        for bounds in combinations(range(1, len(by_row)), count)
+    ]
+    ends = np.cumsum([len(part) for part in rows])[:-1]
+    assert (len(cut), largest(ends)) == min(each for each in tried if each[1] <= budget)
+
+
 def test_partition_of_equal_lengths_equals_partition_by_pairs():
     """Without padding, both partitions have the same size."""
     queries, passages = np.full(16, 8), np.full((16, 1), 24)

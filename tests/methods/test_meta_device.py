@@ -25,6 +25,7 @@ class MetaEngine:
     """Engine whose embeddings are leaves on the meta device; ids stay on the CPU."""
 
     no_grad_group_size = 1
+    padded = True
     replay_share = 1.0
 
     def __init__(self) -> None:

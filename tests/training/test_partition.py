@@ -55,7 +55,9 @@ def data(tmp_path):
     return write_uneven_beir(tmp_path / "data")
 
 
-def run_steps(method, data, *, dropout=0.0, no_grad_group_size=1, count=2, sgd=0.1, **changes):
+def run_steps(
+    method, data, *, unpad=False, dropout=0.0, no_grad_group_size=1, count=2, sgd=0.1, **changes
+):
     """Return gradients and losses of ``count`` steps, and their micro-batches."""
     engine = Engine(device="cpu")
     config = train_config(data, data / "run", method, **LENGTHS, **changes)
@@ -63,6 +65,7 @@ def run_steps(method, data, *, dropout=0.0, no_grad_group_size=1, count=2, sgd=0
     train_set = open_train_set(str(data), "train", 1)
     encoder = parts.build_encoder(config, train_set).train()
     encoder.set_dropout(dropout)
+    encoder.set_attention("auto", unpad)
     batches = parts.build_batches(config, engine, encoder, train_set)
     loss = parts.build_loss(config, encoder)
     bank = parts.build_bank(config, engine, encoder, loss)
@@ -84,18 +87,42 @@ def sizes(batches) -> list[int]:
     return [len(batch.query_ids) for batch in batches]
 
 
+@pytest.mark.parametrize("unpad", [False, True])
+@pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("method", ["grad_cache", "cont_cache"])
 @pytest.mark.parametrize("no_grad_group_size", [1, 2, 10])
-def test_partition_does_not_change_two_pass_gradients(method, no_grad_group_size, data):
+def test_partition_does_not_change_two_pass_gradients(method, no_grad_group_size, tie, unpad, data):
     """A first pass that joins several micro-batches does not change them either."""
-    plain, plain_loss, by_pairs, _ = run_steps(method, data)
+    towers = {"model.tie_towers": tie}
+    plain, plain_loss, by_pairs, _ = run_steps(method, data, **towers)
     cut, loss, by_tokens, _ = run_steps(
-        method, data, no_grad_group_size=no_grad_group_size, **BY_TOKENS
+        method,
+        data,
+        no_grad_group_size=no_grad_group_size,
+        unpad=unpad,
+        **{**BY_TOKENS, **towers, "batch.micro_batch_tokens": 180 if unpad else TOKENS},
     )
     assert all(sizes(batches) == [4, 4, 4, 4] for batches in by_pairs)
-    assert all(len(set(sizes(batches))) > 1 for batches in by_tokens)
+    assert all(sizes(batches) != [4, 4, 4, 4] for batches in by_tokens)
     assert largest_difference(cut, plain) < SAME
     assert loss == pytest.approx(plain_loss, rel=1e-5)
+
+
+def real_tokens(batch) -> int:
+    return int(batch.queries.attention_mask.sum() + batch.passages.attention_mask.sum())
+
+
+def test_unpadded_micro_batches_count_real_tokens_and_keep_the_order(data):
+    """So there are fewer of them than with padding, within the same budget."""
+    _, _, by_pairs, _ = run_steps("grad_accum", data)
+    _, _, padded, _ = run_steps("grad_accum", data, **BY_TOKENS)
+    _, _, unpadded, _ = run_steps("grad_accum", data, unpad=True, **BY_TOKENS)
+    for plain, others, cut in zip(by_pairs, padded, unpadded, strict=True):
+        names = [name for batch in plain for name in batch.query_ids]
+        assert [name for batch in cut for name in batch.query_ids] == names
+        assert max(map(real_tokens, cut)) <= TOKENS
+        assert len(cut) < len(others)
+        assert max(map(padded_tokens, cut)) > TOKENS  # negative control
 
 
 @pytest.mark.parametrize("size", [32, 24])
