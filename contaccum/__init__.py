@@ -1,4 +1,4 @@
-"""Train dense retrievers under a fixed memory budget, and compare the methods.
+"""Fine-tune embedding models for search with large batches, holding only a few pairs in memory.
 
 Use the package as a library with ``from contaccum import DualEncoder, TrainConfig, train, evaluate,
 search``. Each name is imported from its module at the first use, so ``import contaccum`` is fast.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from contaccum.retrieval.retriever import Retriever, look, search
     from contaccum.training.loop import train
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "DualEncoder",
     "InputError",

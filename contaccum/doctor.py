@@ -24,7 +24,14 @@ import psutil
 import requests
 from packaging.requirements import Requirement
 
-from contaccum.errors import Failed, InputError, in_one_line, printable, without_logins
+from contaccum.errors import (
+    Failed,
+    InputError,
+    in_one_line,
+    install_command,
+    printable,
+    without_logins,
+)
 from contaccum.runtime.files import cache_folder
 
 ROWS, QUERIES, WIDTH, K = 1000, 16, 64, 10  # size of the test searches
@@ -141,8 +148,8 @@ def extras(requirements: list[str]) -> Diagnosis:
     missing = [extra for extra, names in needed.items() if not all(map(_version, names))]
     if missing:
         advice = (
-            f"pip install 'contaccum[{','.join(missing)}]' if you need the options that require "
-            "these extras"
+            f"{install_command(','.join(missing))} if you need the options that require these "
+            "extras"
         )
         return Diagnosis("note", "extras", f"not installed: {', '.join(missing)}", advice)
     return Diagnosis("ok", "extras", ", ".join(needed))
@@ -268,8 +275,8 @@ def faiss() -> Iterator[Diagnosis]:
     """Check searches with faiss on the CPU and each GPU, in a child that imports torch first."""
     if find_spec("faiss") is None:
         advice = (
-            "pip install 'contaccum[cpu]', or, for a GPU, pip install faiss-gpu-cu12; exact "
-            "search also works without faiss"
+            f"{install_command('cpu')}, or, for a GPU, pip install faiss-gpu-cu12; exact search "
+            "also works without faiss"
         )
         yield Diagnosis(
             "note",

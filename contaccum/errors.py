@@ -1,8 +1,12 @@
 """Errors that a command reports in one sentence, each with its exit code."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote
 
 # all control characters except tab and line feed
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -38,6 +42,25 @@ def printable(text: str) -> str:
 def without_logins(text: str) -> str:
     """Return ``text`` without logins in URLs, such as https://user:password@host of HF_ENDPOINT."""
     return _LOGIN.sub("***@", text)
+
+
+def install_command(extra: str) -> str:
+    """Return the command that adds an extra to this installation of contaccum.
+
+    pip writes direct_url.json unless the package came from an index.
+    """
+    try:
+        origin = json.loads(distribution("contaccum").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:  # run from a folder that is not installed
+        origin = {"url": Path(__file__).parent.parent.as_uri()}
+    url = origin.get("url", "")
+    if "vcs_info" in origin:
+        return f"pip install 'contaccum[{extra}] @ {origin['vcs_info']['vcs']}+{url}'"
+    if not url.startswith("file://"):
+        return f"pip install 'contaccum[{extra}]'"
+    folder = Path(unquote(url.removeprefix("file://")))
+    editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
+    return f"pip install {editable}'{'.' if folder == Path.cwd() else folder}[{extra}]'"
 
 
 @contextmanager

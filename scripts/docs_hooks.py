@@ -34,6 +34,7 @@ def command_reference() -> str:
             f"## contaccum {name}",
             command.description,
             f"    {command.usage % {'prog': f'contaccum {name}'}}",
+            *([f"Example: `{command.example}`"] if command.example else []),
         ]
         for kind in command.kinds():
             if kind is not TrainConfig:

@@ -17,7 +17,7 @@ import contaccum
 from contaccum import DualEncoder, evaluate, search, train
 from contaccum.cli import main
 from contaccum.cli.commands import COMMANDS
-from contaccum.cli.parser import MAIN_SETTINGS, help_texts
+from contaccum.cli.parser import TAGLINE, help_texts, parse
 from contaccum.config import to_yaml, train_settings
 from contaccum.config.declare import default_of
 
@@ -369,14 +369,43 @@ def help_of(capsys, *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_of_training_begins_with_the_settings_that_matter(capsys):
-    text = help_of(capsys, "train")
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.main])
+def test_short_help_shows_an_example_and_the_options_that_matter(name, capsys):
+    command = COMMANDS[name]
+    text = help_of(capsys, name)
+    assert f"example:\n\n    {command.example}\n" in text
     shown = re.findall(r"^  --(\S+)", text, re.MULTILINE)
-    assert tuple(shown[1:11]) == MAIN_SETTINGS
-    assert len(shown) == 15
-    assert f"`contaccum train --help all` shows all {len(train_settings())} settings." in text
-    for command in ("compare", "auto", "plan"):
-        assert "--batch.global_batch_size" in help_of(capsys, command)
+    assert shown == [option for options in command.main.values() for option in options]
+    assert len(shown) <= 18
+    assert f"`contaccum {name} --help all` shows all {len(command.settings())} settings." in text
+    assert "(at least" not in text
+
+
+def test_required_options_are_listed_as_required():
+    for name, command in COMMANDS.items():
+        needed = {
+            option
+            for option, declared in command.settings().items()
+            if declared.metadata.get("required") or default_of(declared) is MISSING
+        }
+        if command.main:
+            assert needed <= set(command.main["required"]), name
+
+
+def test_examples_are_valid_command_lines():
+    for name, command in COMMANDS.items():
+        if command.example:
+            parse(name, command, command.example.split()[1 + len(name.split()) :])
+
+
+def test_overview_lists_each_command_under_a_heading(capsys):
+    text = help_of(capsys)
+    assert TAGLINE in text
+    for name, command in COMMANDS.items():
+        heading, *lines = next(
+            part.splitlines() for part in text.split("\n\n") if part.startswith(f"{command.group}:")
+        )
+        assert any(line.startswith(f"  {name} ") for line in lines), (heading, name)
 
 
 def test_help_says_meaning_range_and_default_of_every_setting(capsys):

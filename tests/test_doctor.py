@@ -8,6 +8,7 @@ import threading
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from huggingface_hub import constants
 
 from contaccum import doctor
 from contaccum.doctor import Diagnosis
-from contaccum.errors import Failed
+from contaccum.errors import Failed, install_command
 
 PYTHON = [sys.executable, "-c"]
 
@@ -109,8 +110,34 @@ def test_missing_extras_are_reported_from_the_metadata():
     ]
     found = doctor.extras(needs)
     assert (found.state, found.found) == ("note", "not installed: gone")
-    assert "contaccum[gone]" in found.advice
+    assert install_command("gone") in found.advice
     assert doctor.extras(needs[:2]) == Diagnosis("ok", "extras", "here")
+
+
+@pytest.mark.parametrize(
+    ("direct_url", "command"),
+    [
+        (None, "pip install 'contaccum[lora]'"),
+        ('{"url": "file:///a%20b", "dir_info": {"editable": true}}', "pip install -e '/a b[lora]'"),
+        ('{"url": "file:///a/x.whl", "archive_info": {}}', "pip install '/a/x.whl[lora]'"),
+        (
+            '{"url": "https://host/x.git", "vcs_info": {"vcs": "git"}}',
+            "pip install 'contaccum[lora] @ git+https://host/x.git'",
+        ),
+    ],
+)
+def test_install_advice_fits_the_installation(direct_url, command, monkeypatch):
+    installed = SimpleNamespace(read_text=lambda name: direct_url)
+    monkeypatch.setattr("contaccum.errors.distribution", lambda name: installed)
+    assert install_command("lora") == command
+
+
+def test_install_advice_in_the_clone_names_the_current_folder(monkeypatch, tmp_path):
+    url = f'{{"url": "{tmp_path.as_uri()}", "dir_info": {{}}}}'
+    installed = SimpleNamespace(read_text=lambda name: url)
+    monkeypatch.setattr("contaccum.errors.distribution", lambda name: installed)
+    monkeypatch.chdir(tmp_path)
+    assert install_command("lora") == "pip install '.[lora]'"
 
 
 def test_versions_outside_the_requirements_are_broken():

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import contaccum
+from contaccum.cli.parser import TAGLINE
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,6 +29,14 @@ def test_one_version_everywhere():
     assert set(re.findall(r"contaccum-([\d.]+)-py3|`v([\d.]+)`", released)) == {
         (contaccum.__version__, ""), ("", contaccum.__version__),
     }  # fmt: skip
+
+
+def test_one_tagline_everywhere():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["abstract"] == TAGLINE
+    assert f'description = "{TAGLINE}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"**{TAGLINE}**" in (ROOT / "README.md").read_text()
+    assert f"site_description: {TAGLINE}" in (ROOT / "mkdocs.yml").read_text()
 
 
 def test_workflows_run_the_checks_of_ci_on_every_supported_python():

@@ -234,67 +234,30 @@ def _demo(demo: options.DemoConfig) -> str:
     return write_demo(demo.folder)
 
 
+TRAINING = (
+    "method", "batch.global_batch_size", "batch.micro_batch_size", "optim.learning_rate",
+    "optim.epochs", "run.precision",
+)  # fmt: skip
+"""Settings of the training itself that ``--help`` shows."""
+
 COMMANDS = {
     "train": Command(
         _train,
         "train a retriever with one of six training methods",
-        "Train two encoder towers. Settings come from the config file; command-line options "
-        "override it.",
-        "%(prog)s --config FILE [--method NAME] [--output_dir DIR] [--resume [--allow_changes "
-        "true]] [--GROUP.FIELD VALUE ...]",
+        "Train a retriever: two encoder towers, or one that encodes queries and passages "
+        "(--model.tie_towers true). Settings come from config files, and options override them.",
+        "%(prog)s --data.train DATA --output_dir DIR [--config FILE] [--model.name MODEL] "
+        "[--GROUP.FIELD VALUE ...]",
         "TrainConfig",
-    ),
-    "encode": Command(
-        _encode,
-        "encode a corpus or queries into shards of vectors",
-        "Encode a corpus or queries into shards (.npy or Parquet) with a manifest. A restart "
-        "encodes only the missing shards. Several processes (torchrun) share the work.",
-        "%(prog)s --model DIR --input FILE_OR_BEIR_DIR --output DIR [options]",
-        "EncodeConfig EncoderConfig DataPolicy",
-        skip=("strict",),
-    ),
-    "search": Command(
-        _search,
-        "find passages for the queries of a split, or for one query",
-        "Search a corpus for all queries of a split (writes a TREC run file), or for one query.",
-        '%(prog)s --model DIR --data BEIR_DIR (--split test --output FILE | --query "TEXT") '
-        "[options]",
-        "QueryConfig EncoderConfig SearchConfig DataPolicy",
-        skip=("strict",),
-    ),
-    "evaluate": Command(
-        _evaluate,
-        "evaluate a retriever, or a run file",
-        "Evaluate a retriever on a data set (ndcg, map, recall, precision, mrr) or on a DPR "
-        "question file (top-k answer accuracy), or evaluate a run file. For several data sets "
-        "(beir, nanobeir, or A,B), print a table with their mean.",
-        "%(prog)s (--model DIR (--data DIR_OR_NAME | --questions FILE --passages FILE) | --run "
-        "FILE --qrels FILE) [options]",
-        "EvaluateConfig EncoderConfig SearchConfig DataPolicy",
-    ),
-    "mine": Command(
-        _mine,
-        "write training data with mined hard negatives",
-        "Search passages for every training query, with BM25 or an encoder. Write the training "
-        "data with the hard negatives and their scores. Positives of a query, and passages with "
-        "the same text, never become negatives of this query.",
-        "%(prog)s --model DIR|bm25 --data DATA --output FILE [--range_min N] [--relative_margin X] "
-        "[options]",
-        "MineFilesConfig MineConfig EncoderConfig SearchConfig DataPolicy",
-    ),
-    "compare": Command(
-        _compare,
-        "train with several methods, settings and seeds, and compare the results",
-        "Train every combination of methods, varied settings and seeds, each in its own process "
-        "and its own folder in output_dir/runs. Evaluate all runs on the same test data, and write "
-        "report.html, report.md, compare.json, runs.csv, tests.csv and plots/ to output_dir. With "
-        "--budget, every run gets as many steps as the budget allows. With --tune, each method "
-        "uses the values that are best on dev. A second call runs only what is missing. Accepts "
-        "every setting of `contaccum train`.",
-        "%(prog)s --config FILE --methods a,b,c [--budget 200000f] [--tune GROUP.FIELD=v1,v2 ...] "
-        "--output_dir DIR [options]",
-        "CompareConfig TrainConfig",
-        hidden=("resume",),
+        group="train a model",
+        example="contaccum train --config finetune --data.train MY_FOLDER --model.name MODEL "
+        "--output_dir runs/mine",
+        main={
+            "required": ("data.train", "output_dir"),
+            "model and data": ("model.name", "data.dev"),
+            "training": TRAINING,
+            "run": ("config", "resume", "print_config"),
+        },
     ),
     "auto": Command(
         _auto,
@@ -310,6 +273,43 @@ COMMANDS = {
         "[--memory 8GB] [--dry_run] [options]",
         "AutoConfig TrainConfig",
         hidden=("resume", "allow_changes"),
+        group="train a model",
+        example="contaccum auto --data.train MY_FOLDER --model.name MODEL --time 30m "
+        "--output_dir runs/auto",
+        main={
+            "required": ("data.train", "time", "output_dir"),
+            "model and limits": ("model.name", "memory", "dry_run"),
+            "test": ("test", "test_split"),
+            "settings that it does not choose": (
+                "model.max_query_length",
+                "model.max_passage_length",
+            ),
+        },
+    ),
+    "mine": Command(
+        _mine,
+        "write training data with mined hard negatives",
+        "Search passages for every training query, with BM25 or an encoder. Write the training "
+        "data with the hard negatives and their scores. Positives of a query, and passages with "
+        "the same text, never become negatives of this query.",
+        "%(prog)s --model DIR|bm25 --data DATA --output FILE [--range_min N] [--relative_margin X] "
+        "[options]",
+        "MineFilesConfig MineConfig EncoderConfig SearchConfig DataPolicy",
+        group="train a model",
+        example="contaccum mine --model runs/mine/model --data MY_FOLDER --output mined.jsonl "
+        "--relative_margin 0.05",
+        main={
+            "required": ("model", "data", "output"),
+            "which negatives": (
+                "num_negatives",
+                "range_min",
+                "range_max",
+                "relative_margin",
+                "absolute_margin",
+                "cross_encoder",
+            ),
+            "data and speed": ("split", "corpus", "to", "embeddings", "device"),
+        },
     ),
     "plan": Command(
         _plan,
@@ -321,15 +321,27 @@ COMMANDS = {
         "[--GROUP.FIELD VALUE ...]",
         "PlanConfig TrainConfig",
         hidden=("resume",),
+        group="train a model",
     ),
-    "report": Command(
-        _report,
-        "compare training runs: table, significance tests, HTML report",
-        "Print a table with one row per run, the best run first. The columns are method, metric, "
-        "step time, peak memory, gradient-norm ratio and number of negatives. --wide adds more "
-        "columns, and --against adds significance tests.",
-        "%(prog)s RUN [RUN ...] [--metric NAME] [--against RUN] [--html FILE] [--wide]",
-        "ReportConfig",
+    "search": Command(
+        _search,
+        "find passages for the queries of a split, or for one query",
+        "Search a corpus for all queries of a split (writes a TREC run file), or for one query.",
+        '%(prog)s --model DIR --data BEIR_DIR (--split test --output FILE | --query "TEXT") '
+        "[options]",
+        "QueryConfig EncoderConfig SearchConfig DataPolicy",
+        skip=("strict",),
+        group="use a model",
+    ),
+    "encode": Command(
+        _encode,
+        "encode a corpus or queries into shards of vectors",
+        "Encode a corpus or queries into shards (.npy or Parquet) with a manifest. A restart "
+        "encodes only the missing shards. Several processes (torchrun) share the work.",
+        "%(prog)s --model DIR --input FILE_OR_BEIR_DIR --output DIR [options]",
+        "EncodeConfig EncoderConfig DataPolicy",
+        skip=("strict",),
+        group="use a model",
     ),
     "merge": Command(
         _merge,
@@ -339,6 +351,7 @@ COMMANDS = {
         "4- or 8-bit encoder become float32.",
         "%(prog)s MODEL OUTPUT",
         "MergeConfig",
+        group="use a model",
     ),
     "push": Command(
         _push,
@@ -348,6 +361,58 @@ COMMANDS = {
         "the token in HF_TOKEN, or run `hf auth login`.",
         "%(prog)s MODEL_OR_RUN OWNER/NAME [--private] [--licence NAME] [--dry_run]",
         "PushConfig",
+        group="use a model",
+    ),
+    "evaluate": Command(
+        _evaluate,
+        "evaluate a retriever, or a run file",
+        "Evaluate a retriever on a data set (ndcg, map, recall, precision, mrr) or on a DPR "
+        "question file (top-k answer accuracy), or evaluate a run file. For several data sets "
+        "(beir, nanobeir, or A,B), print a table with their mean.",
+        "%(prog)s (--model DIR (--data DIR_OR_NAME | --questions FILE --passages FILE) | --run "
+        "FILE --qrels FILE) [options]",
+        "EvaluateConfig EncoderConfig SearchConfig DataPolicy",
+        group="measure and compare",
+    ),
+    "compare": Command(
+        _compare,
+        "train with several methods, settings and seeds, and compare the results",
+        "Train every combination of methods, varied settings and seeds, each in its own process "
+        "and its own folder in output_dir/runs. Evaluate all runs on the same test data, and write "
+        "report.html, report.md, compare.json, runs.csv, tests.csv and plots/ to output_dir. With "
+        "--budget, every run gets as many steps as the budget allows. With --tune, each method "
+        "uses the values that are best on dev. A second call runs only what is missing. Accepts "
+        "every setting of `contaccum train`.",
+        "%(prog)s --config FILE --methods a,b,c [--budget 200000f] [--tune GROUP.FIELD=v1,v2 ...] "
+        "--output_dir DIR [options]",
+        "CompareConfig TrainConfig",
+        hidden=("resume",),
+        group="measure and compare",
+        example="contaccum compare --config finetune --methods grad_cache,cont_accum "
+        "--data.train MY_FOLDER --model.name MODEL --output_dir runs/compare",
+        main={
+            "required": ("data.train", "output_dir"),
+            "what is compared": ("methods", "settings", "vary", "seeds", "baselines", "against"),
+            "fair conditions": ("budget", "tune", "data.dev"),
+            "test": ("test", "test_split"),
+            "run": (
+                "config",
+                "model.name",
+                "batch.global_batch_size",
+                "optim.learning_rate",
+                "parallel",
+            ),
+        },
+    ),
+    "report": Command(
+        _report,
+        "compare training runs: table, significance tests, HTML report",
+        "Print a table with one row per run, the best run first. The columns are method, metric, "
+        "step time, peak memory, gradient-norm ratio and number of negatives. --wide adds more "
+        "columns, and --against adds significance tests.",
+        "%(prog)s RUN [RUN ...] [--metric NAME] [--against RUN] [--html FILE] [--wide]",
+        "ReportConfig",
+        group="measure and compare",
     ),
     "doctor": Command(
         _doctor,

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from importlib import import_module
 from itertools import pairwise
 from typing import Any, NoReturn, get_origin
@@ -16,13 +16,12 @@ from msgspec.inspect import UnionType, type_info
 from contaccum.config.declare import default_of
 from contaccum.config.load import choices, load, range_of, settings_of
 from contaccum.config.spellings import hint
-from contaccum.errors import InputError
+from contaccum.errors import InputError, install_command
 
-MAIN_SETTINGS = (
-    "data.train", "model.name", "output_dir", "method", "batch.global_batch_size",
-    "batch.micro_batch_size", "optim.learning_rate", "optim.epochs", "data.dev", "run.precision",
-)  # fmt: skip
-"""Settings of a training run that ``--help`` shows. ``--help all`` shows all settings."""
+TAGLINE = (
+    "Fine-tune embedding models for search with large batches while holding only a few pairs in "
+    "memory."
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -42,8 +41,15 @@ class Command:
     options: str = ""
     """Names of the dataclasses whose fields are options of the command. If two of them have a field
     with the same name, there is one option, declared by the first, and both get its value."""
+    group: str = "data and installation"
+    """Heading of `contaccum --help` under which the command is listed."""
     skip: tuple[str, ...] = ()
     """Fields that this command does not accept as options."""
+    example: str = ""
+    """Command line that the help shows."""
+    main: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Options that ``--help`` shows, by heading. ``--help all`` shows all options. Empty: both show
+    all."""
     hidden: tuple[str, ...] = ()
     """Options that the help does not show. The command accepts these options because every
     config.yaml contains them."""
@@ -71,13 +77,19 @@ class Command:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Formatter that wraps help texts only at spaces, so that names and URLs stay whole."""
+    """Formatter that wraps only at spaces, so that URLs stay whole, and keeps examples."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(
+            part if part.startswith(" ") else "\n".join(self._split_lines(part, width))
+            for part in text.split("\n\n")
+        )
 
 
 class Parser(argparse.ArgumentParser):
@@ -90,12 +102,13 @@ class Parser(argparse.ArgumentParser):
 def command_parser(name: str, command: Command, everything: bool = True) -> Parser:
     """Return the parser of a command. It keeps the texts of the options that were given.
 
-    everything: False leaves the settings of training that are not among the main ones out of the
-    help.
+    everything: False makes a parser for the short help, with the main options only.
     """
     parser = Parser(
         prog=f"contaccum {name}",
-        description=command.description,
+        description=f"{command.description}\n\nexample:\n\n    {command.example}"
+        if command.example
+        else command.description,
         usage=command.usage,
         allow_abbrev=False,
         add_help=False,
@@ -106,45 +119,46 @@ def command_parser(name: str, command: Command, everything: bool = True) -> Pars
     texts = {name: text for kind in reversed(kinds) for name, text in help_texts(kind).items()}
     added = set(command.skip)
 
-    def add(group: Any, names: Iterable[str], shown: bool) -> None:
-        for option in names:
-            if option not in added:
-                added.add(option)
-                declared = settings[option]
-                text = (
-                    _help(texts[option], declared)
-                    if shown and option not in command.hidden
-                    else argparse.SUPPRESS
-                )
-                flag = option if declared.metadata.get("positional") else f"--{option}"
-                group.add_argument(flag, help=text, **_keywords(option, declared))
-
     settings = command.settings()
+
+    def add(group: Any, names: Iterable[str]) -> None:
+        for option in names:
+            if option in added:
+                continue
+            added.add(option)
+            if option == "config":
+                group.add_argument("--config", action="append", metavar="FILE", help=CONFIG_HELP)
+                continue
+            if option == "print_config":
+                about = "Print the complete config and stop."
+                group.add_argument("--print_config", action="store_true", help=about)
+                continue
+            declared = settings[option]
+            text = _help(texts[option], declared, with_range=everything)
+            flag = option if declared.metadata.get("positional") else f"--{option}"
+            shown = argparse.SUPPRESS if option in command.hidden else text
+            group.add_argument(flag, help=shown, **_keywords(option, declared))
+
+    if command.main and not everything:
+        for heading, names in command.main.items():
+            add(parser.add_argument_group(heading), names)
+        parser.epilog = f"`{parser.prog} --help all` shows all {len(settings)} settings."
+        return parser
     for kind in kinds:
         if kind.__name__ != "TrainConfig":
             # the option that must be given first, and those of a base class last
             ordered = sorted(
                 fields(kind), key=lambda each: (not each.metadata.get("required"), each.kw_only)
             )
-            add(parser.add_argument_group(_title(kind)), [each.name for each in ordered], True)
+            add(parser.add_argument_group(_title(kind)), [each.name for each in ordered])
     if command.trains:
-        main = parser.add_argument_group("main settings of training")
-        main.add_argument("--config", action="append", metavar="FILE", help=CONFIG_HELP)
-        add(main, MAIN_SETTINGS, True)
-        add(main, [option for option in settings if "." not in option], True)
-        main.add_argument(
-            "--print_config", action="store_true", help="Print the complete config and stop."
-        )
+        run = parser.add_argument_group("settings of the run")
+        add(run, ["config", *(option for option in settings if "." not in option), "print_config"])
         for declared in fields(next(kind for kind in kinds if kind.__name__ == "TrainConfig")):
             if is_dataclass(declared.type):
                 group = parser.add_argument_group(f"{declared.name}: {_title(declared.type)}")
                 prefix = f"{declared.name}."
-                add(group, [option for option in settings if option.startswith(prefix)], everything)
-        parser.epilog = (
-            f"`{parser.prog} --help all` shows all {len(settings)} settings."
-            if not everything
-            else None
-        )
+                add(group, [option for option in settings if option.startswith(prefix)])
     return parser
 
 
@@ -184,9 +198,9 @@ def _placeholder(kind: Any) -> str:
     return "{" + ",".join(allowed) + "}" if allowed else "TEXT"
 
 
-def _help(text: str, declared: Field) -> str:
-    """Return a help text with the range and the default of the setting."""
-    notes = [range_of(declared.type)] if range_of(declared.type) else []
+def _help(text: str, declared: Field, with_range: bool) -> str:
+    """Return a help text with the default of the setting, and with its range if it is asked for."""
+    notes = [range_of(declared.type)] if with_range and range_of(declared.type) else []
     default = default_of(declared)
     if isinstance(default, bool) and not declared.metadata.get("flag"):
         notes.append(f"default: {str(default).lower()}")
@@ -246,32 +260,27 @@ def parse(name: str, command: Command, words: Sequence[str]) -> tuple[list[Any],
 
 
 def help_of_command(name: str, command: Command, everything: bool) -> str:
-    """Return the help text of a command. everything: include all settings of training."""
-    return command_parser(name, command, everything or not command.trains).format_help()
+    """Return the help text of a command. everything: all options, not only the main ones."""
+    return command_parser(name, command, everything).format_help()
 
 
 def overview(commands: Mapping[str, Command], group: str = "") -> str:
     """Return the list of all commands, or of those in a group such as ``data``."""
     prog = f"contaccum {group}".strip()
     lines = [f"usage: {prog} [--help] [--debug] COMMAND ...", ""]
-    if group:
-        lines += ["Check, convert and download data sets.", ""]
-    else:
-        lines += [
-            "Train dense retrievers under a fixed memory budget, and search and evaluate with "
-            "them.",
-            "",
-        ]
-    lines.append("commands:")
+    lines.append("Check, convert and make data sets." if group else TAGLINE)
     shown = {
         name: command
         for name, command in commands.items()
         if name.startswith(f"{group} " if group else "")
     }
-    lines += [
-        f"  {name.removeprefix(f'{group} '):<14}{command.summary}"
-        for name, command in shown.items()
-    ]
+    for heading in dict.fromkeys(command.group for command in shown.values()):
+        lines += ["", f"{heading}:"]
+        lines += [
+            f"  {name.removeprefix(f'{group} '):<14}{command.summary}"
+            for name, command in shown.items()
+            if command.group == heading
+        ]
     lines += ["", f"`{prog} COMMAND --help` shows the options of a command."]
     if not group:
         lines += [
@@ -288,7 +297,7 @@ def completion(commands: Mapping[str, Command], shell: str) -> str:
         import shtab
     except ImportError:
         raise InputError(
-            "--print_completion needs the package shtab; pip install 'contaccum[completion]'"
+            f"--print_completion needs the package shtab. Run: {install_command('completion')}"
         ) from None
     if shell not in shtab.SUPPORTED_SHELLS:
         raise InputError(

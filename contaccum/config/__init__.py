@@ -52,7 +52,7 @@ __all__ = [
 class TrainConfig:
     """Every setting of a training run."""
 
-    method: MethodName = "cont_accum"
+    method: MethodName = "grad_cache"
     """Training method."""
     seed: NonNegativeInt = 0
     """Random seed of the initial weights, the order of the examples, the choice of positives and

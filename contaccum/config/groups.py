@@ -359,7 +359,7 @@ class OptimConfig:
     name: Literal["adamw", "adamw_8bit"] = setting("adamw", resume="never")
     """Optimizer. `adamw_8bit` stores both moments in 8 bits, which takes a quarter of the memory.
     It needs the extra `bitsandbytes`."""
-    learning_rate: NonNegativeFloat = 2e-5
+    learning_rate: NonNegativeFloat = 5e-5
     """Maximum learning rate, reached at the end of the warm-up."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the learning rate grows with the ratio `batch.global_batch_size` /

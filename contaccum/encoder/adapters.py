@@ -26,7 +26,7 @@ from transformers.utils import cached_file
 
 from contaccum.config import AdapterConfig
 from contaccum.encoder.folders import ADAPTER_FILE, BASE_FILE, Base
-from contaccum.errors import InputError
+from contaccum.errors import InputError, install_command
 from contaccum.runtime.files import read_json, sha256_of, write_json
 from contaccum.runtime.hub import loading, optional_json
 
@@ -60,10 +60,7 @@ def require(package: str, extra: str, what: str) -> None:
     extra: pip extra that installs it. what: feature that needs it.
     """
     if importlib.util.find_spec(package) is None:
-        raise InputError(
-            f"{what}: package {package} is missing. Install it with pip install "
-            f"'contaccum[{extra}]'."
-        )
+        raise InputError(f"{what}: package {package} is missing. Run: {install_command(extra)}")
 
 
 def load_backbone(

@@ -17,7 +17,7 @@ import numpy as np
 from jinja2 import Environment
 
 from contaccum.config import METHOD_SPECS
-from contaccum.errors import InputError, printable
+from contaccum.errors import InputError, install_command, printable
 from contaccum.experiments.changed_queries import ChangedQueries
 from contaccum.experiments.run_records import AGES, RunGroup, mean_std
 
@@ -137,7 +137,7 @@ def require_matplotlib() -> None:
     """Raise InputError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise InputError(
-            "matplotlib: not installed, but plots need it. Run: pip install 'contaccum[study]'"
+            f"matplotlib: not installed, but plots need it. Run: {install_command('study')}"
         )
 
 

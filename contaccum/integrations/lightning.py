@@ -13,7 +13,7 @@
     batches of 8 pairs: bank_size 128
 
 B is the number of queries in a batch, H the number of hard negatives of a query, and d the length
-of a vector. Install with pip install 'contaccum[lightning]'. The module must use automatic
+of a vector. Install the extra `lightning`. The module must use automatic
 optimization and one optimizer.
 """
 

@@ -6,7 +6,7 @@
         model=model, args=args, train_dataset=pairs, loss=loss, callbacks=[ContAccumCallback(loss)]
     )
 
-Requires sentence-transformers 6.2 or newer: pip install 'contaccum[sentence-transformers]'.
+Requires sentence-transformers 6.2 or newer (extra `sentence-transformers`).
 """
 
 import json

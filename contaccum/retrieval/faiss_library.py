@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from contaccum.errors import InputError, in_one_line
+from contaccum.errors import InputError, in_one_line, install_command
 from contaccum.runtime.launch import local_place
 
 GPU_LIMIT = 2048  # maximum number of results that faiss returns for a query on a GPU
@@ -26,8 +26,8 @@ def load_faiss() -> ModuleType:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "faiss"
         state = "is not installed" if missing else f"cannot be loaded ({error})"
         raise InputError(
-            f'this search needs faiss, which {state}. Run: pip install "contaccum[cpu]" '
-            '(or "contaccum[gpu]"), or use the exact search in torch (backend: torch).'
+            f"this search needs faiss, which {state}. Run: {install_command('cpu')} (with a GPU, "
+            "the extra gpu), or use the exact search in torch (backend: torch)"
         ) from error
     return faiss
 

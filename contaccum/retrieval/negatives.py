@@ -11,7 +11,7 @@ from contaccum.config.commands import MineConfig
 from contaccum.data.corpus import find_rows
 from contaccum.data.examples import ExampleTable
 from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
-from contaccum.errors import InputError, library_errors
+from contaccum.errors import InputError, install_command, library_errors
 from contaccum.formats.records import Example, Passage, content_id
 
 
@@ -149,7 +149,7 @@ class CrossEncoder:
         except ImportError as error:
             raise InputError(
                 f"cross_encoder {name} needs sentence-transformers, which is not installed. Run: "
-                'pip install "contaccum[mine]"'
+                f"{install_command('mine')}"
             ) from error
         self.name, self._batch_size = name, batch_size
         fix = "; give the folder or the Hub name of a cross-encoder with safetensors weights"

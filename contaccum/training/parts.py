@@ -26,7 +26,7 @@ from contaccum.encoder import (
     model_folder,
     tiny_tower,
 )
-from contaccum.errors import InputError
+from contaccum.errors import InputError, install_command
 from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.loss import InfoNCE
 from contaccum.methods.objective import Distillation, Matryoshka, MatryoshkaBank, Objective
@@ -356,8 +356,8 @@ def make_optimizer(encoder: DualEncoder, config: OptimConfig) -> torch.optim.Opt
         return torch.optim.AdamW(groups, **settings, fused=True)
     if importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(
-            f"optim.name is {config.name}, but package bitsandbytes is missing. Run pip install "
-            "'contaccum[bitsandbytes]'."
+            f"optim.name is {config.name}, but package bitsandbytes is missing. Run: "
+            f"{install_command('bitsandbytes')}"
         )
     from bitsandbytes.optim import AdamW8bit
 

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import re
 import shutil
 
 import numpy as np
@@ -27,7 +28,7 @@ from contaccum.batch import MicroBatch, RowIds, Tokens
 from contaccum.cli import main
 from contaccum.config import AdapterConfig, to_yaml, validate
 from contaccum.encoder import Adapters, merge
-from contaccum.errors import InputError
+from contaccum.errors import InputError, install_command
 from contaccum.integrations.push import push
 from contaccum.methods import METHODS
 from contaccum.runtime.files import sha256_of
@@ -410,17 +411,17 @@ def test_wrong_bases_and_missing_extras_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "peft" else found(name)
     )
-    with pytest.raises(InputError, match=r"pip install 'contaccum\[lora\]'"):
+    with pytest.raises(InputError, match=re.escape(install_command("lora"))):
         adapted(folder)
-    with pytest.raises(InputError, match=r"pip install 'contaccum\[lora\]'"):
+    with pytest.raises(InputError, match=re.escape(install_command("lora"))):
         DualEncoder.load(tmp_path / "model")
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else found(name)
     )
     with pytest.raises(
         InputError,
-        match=r"8bit quantization: package bitsandbytes is missing.*pip install "
-        r"'contaccum\[bitsandbytes\]'",
+        match="8bit quantization: package bitsandbytes is missing. Run: "
+        + re.escape(install_command("bitsandbytes")),
     ):
         adapted(folder, "8bit")
     monkeypatch.undo()

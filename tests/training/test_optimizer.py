@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import re
 import shutil
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from helpers import micro_batches, tiny_encoder, train_config, weights, write_beir
 
 from contaccum.config import OptimConfig
-from contaccum.errors import InputError
+from contaccum.errors import InputError, install_command
 from contaccum.training.loop import train
 from contaccum.training.parts import make_optimizer, trained_parameters
 from contaccum.training.run_folder import newest_checkpoint
@@ -134,5 +135,5 @@ def test_8bit_adamw_without_bitsandbytes_is_refused(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name)
     )
-    with pytest.raises(InputError, match=r"pip install 'contaccum\[bitsandbytes\]'"):
+    with pytest.raises(InputError, match=re.escape(install_command("bitsandbytes"))):
         make_optimizer(tiny_encoder(), OptimConfig(name="adamw_8bit"))
