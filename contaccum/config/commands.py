@@ -32,7 +32,8 @@ class SearchConfig:
     """Folder of an approximate index. The first search writes the index, and later searches read
     it. Default: build the index for each search."""
     backend: Literal["auto", "faiss", "torch"] = "auto"
-    """Library for exact search. `auto` chooses by the device and the installed libraries."""
+    """Library for exact search. `auto` is torch on a GPU. On a CPU, a large search first times
+    both libraries on a part of the corpus, and uses the faster one."""
     search_params: str = ""
     """Search parameters of an approximate index, such as nprobe=16 or efSearch=128. These
     parameters trade speed for recall."""

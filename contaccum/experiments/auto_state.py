@@ -116,8 +116,9 @@ class State:
     def training_seconds(self, total: float) -> float:
         """Return the seconds for tuning and for the steps of the final run. total: time limit."""
         waiting = sum(self.expected(stage) for stage in STAGES if stage not in self.seconds)
-        evaluations = self.evaluations(total) * self.expected("dev")
-        used = self.elapsed + waiting + self.expected("run") + evaluations + self.after_training()
+        dev = self.expected("dev")
+        run = self.expected("run") - dev + self.evaluations(total) * dev
+        used = self.elapsed + waiting + run + self.after_training()
         return (1 - RESERVE) * total - used
 
     def enough(self, total: float) -> bool:

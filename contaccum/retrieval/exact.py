@@ -1,26 +1,31 @@
-"""Exact search by inner product: products of a block, their top k, merge with earlier blocks.
+"""Exact search by inner product: products of one block of passages, their top k, and a merge.
 
-On the CPU, faiss computes the products and selects the top k; torch does it if faiss is not
-installed. If the encoder is on a GPU, torch searches on this GPU. Products are float32, so another
-device or block size can round a score differently. Passages with equal scores are in the order of
-the corpus. If several passages tie for the k-th place, the library chooses among them; equal calls
-choose alike.
+If the encoder is on a GPU, torch searches on this GPU. On the CPU, faiss or torch searches; by
+default, both are timed on a part of the first block, and the faster one is used. Products are
+float32, so another device, block size or library can round a score differently. Passages with equal
+scores are in the order of the corpus.
 """
 
-from collections.abc import Iterator
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from tqdm.auto import tqdm
 
 from contaccum.errors import InputError
-from contaccum.retrieval.faiss_library import load_faiss
+from contaccum.retrieval.faiss_library import has_faiss, load_faiss
 from contaccum.retrieval.shards import Shards, count_rows, row_blocks
 from contaccum.runtime.processes import encoding_device
 
 BACKENDS = ("auto", "faiss", "torch")
 QUERIES = 1024  # number of queries in one matrix product of torch, to limit its memory
 RESIDENT = 0.5  # maximum share of a GPU's free memory that the corpus may occupy between searches
+TIMED_ROWS, TIMED_QUERIES = 8192, 32  # part of the first block that is timed with each library
+TIMED_FROM = 40 * TIMED_ROWS * TIMED_QUERIES  # a smaller search would not repay the timing
 PAIRS = 16_384  # number of query-passage pairs that ``inner_products`` scores at a time
 
 
@@ -61,25 +66,19 @@ class ExactIndex:
         device: device of the encoder, such as ``cuda:1``.
 
         backend: ``faiss`` searches on the CPU. ``torch`` searches on the device of the encoder.
-        ``auto`` is torch on a GPU, and faiss on the CPU if it is installed. Raises InputError if
-        the backend is unknown or not installed.
+        ``auto`` is torch on a GPU. On the CPU it is the faster of the two, timed in the first large
+        search, or torch if faiss is not installed. Raises InputError if the backend is unknown or
+        not installed.
         """
         if backend not in BACKENDS:
             raise InputError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
         self.shards = shards
         self.first_row = first_row
         self.device = search_device(device)
-        if backend == "auto":
+        if backend == "auto" and (self.device.type == "cuda" or not has_faiss()):
             backend = "torch"
-            if self.device.type != "cuda":
-                try:
-                    load_faiss()
-                    backend = "faiss"
-                except InputError:  # not installed
-                    pass
-        elif backend == "faiss":
-            load_faiss()
         if backend == "faiss":
+            load_faiss()
             self.device = torch.device("cpu")
         self.backend = backend
         self._resident: list[torch.Tensor] = []  # blocks of the corpus that stay on the GPU
@@ -90,29 +89,34 @@ class ExactIndex:
         queries: (n, d) float32. Scores are (n, m) float32 and row numbers (n, m) int64, where m is
         k, or the number of passages if that is smaller.
         """
-        k = min(k, count_rows(self.shards))
+        with (
+            torch.inference_mode(),
+            torch.autocast(self.device.type, enabled=False),
+            _full_float32(),
+        ):
+            scores, rows = self._search(queries, min(k, count_rows(self.shards)))
+        return best_first(scores.cpu().numpy(), rows.cpu().numpy(), k)
+
+    def _search(self, queries: np.ndarray, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         vectors = torch.from_numpy(queries).to(self.device)
         scores = vectors.new_empty((len(queries), 0))
         rows = scores.to(torch.int64)
         start = self.first_row
         for block in self._blocks():  # (block rows, d)
-            depth = min(k, len(block))
-            if isinstance(block, np.ndarray):
-                block_scores, block_rows = _top_with_faiss(queries, block, depth)  # (n, depth)
-            else:
-                block_scores, block_rows = _top_with_torch(vectors, block, depth)
+            if self.backend == "auto" and len(queries) * count_rows(self.shards) >= TIMED_FROM:
+                self.backend = _faster_backend(vectors, block, k)
+            top = _top_with_torch if self.backend == "torch" else _top_with_faiss
+            block_scores, block_rows = _top(top, vectors, block, min(k, len(block)))
             scores = torch.cat([scores, block_scores], dim=1)
             rows = torch.cat([rows, block_rows + start], dim=1)
             # a stable sort keeps the passages of earlier blocks if scores are equal at the cutoff
             scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
             scores, rows = scores[:, :k], rows.gather(1, order[:, :k])
             start += len(block)
-        # within a block, the library may have ordered equal scores in any way; best_first orders
-        # them by row
-        return best_first(scores.cpu().numpy(), rows.cpu().numpy(), k)
+        return scores, rows
 
-    def _blocks(self) -> Iterator[np.ndarray | torch.Tensor]:
-        """Yield the blocks of the corpus: arrays for faiss, tensors on the device for torch.
+    def _blocks(self) -> Iterator[torch.Tensor]:
+        """Yield the blocks of the corpus on the device. On the CPU they are float32.
 
         On a GPU, the first call may keep the blocks there for later calls.
         """
@@ -120,24 +124,19 @@ class ExactIndex:
             yield from self._resident
             return
         shards = tqdm(self.shards, desc="search", unit="shard", disable=None, leave=False)
-        if self.backend == "faiss":
-            for block in row_blocks(shards, np.float32):
-                yield block.vectors
-            return
         keep = self._fits_on_gpu()
         resident = []
-        for block in row_blocks(
-            shards
-        ):  # in the dtype of the shards: float16 takes half the time to copy
-            # torch warns about read-only arrays, such as memory-mapped ones, so these are copied
-            vectors = block.vectors if block.vectors.flags.writeable else block.vectors.copy()
-            on_device = torch.from_numpy(vectors).to(self.device)
+        # float16 takes half the time to copy to a GPU
+        for block in row_blocks(shards, np.float32 if self.device.type == "cpu" else None):
+            with warnings.catch_warnings():
+                # torch warns about read-only arrays, such as memory-mapped ones; nothing writes
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+                vectors = torch.from_numpy(block.vectors).to(self.device)
             if keep:
-                resident.append(on_device)
-            yield on_device
-        self._resident = (
-            resident  # only now: after an interrupted search, a part of the corpus would be missing
-        )
+                resident.append(vectors)
+            yield vectors
+        # only now: after an interrupted search, a part of the corpus would be missing
+        self._resident = resident
 
     def _fits_on_gpu(self) -> bool:
         if self.device.type != "cuda" or not count_rows(self.shards):
@@ -148,26 +147,70 @@ class ExactIndex:
         return size <= RESIDENT * torch.cuda.mem_get_info(self.device)[0]
 
 
+@contextmanager
+def _full_float32() -> Iterator[None]:
+    """Compute float32 products in full: training may have enabled TF32, which has three digits."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+Top = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""Function from queries (n, d), passages (m, d) and k to the best scores and their rows, (n, k)."""
+
+
+def _faster_backend(queries: torch.Tensor, block: torch.Tensor, k: int) -> str:
+    """Time both libraries on a part of a block, and return the name of the faster one."""
+    some_queries, some_rows = queries[:TIMED_QUERIES], block[:TIMED_ROWS]
+    seconds = {"torch": float("inf"), "faiss": float("inf")}
+    for _ in range(2):  # the first call of a library is slower
+        for name, top in (("torch", _top_with_torch), ("faiss", _top_with_faiss)):
+            began = time.perf_counter()
+            top(some_queries, some_rows, min(k, len(some_rows)))
+            seconds[name] = min(seconds[name], time.perf_counter() - began)
+    fastest = min(seconds, key=seconds.__getitem__)
+    times = ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items())
+    print(f"exact search with {fastest} (time for a part of the corpus: {times})", file=sys.stderr)
+    return fastest
+
+
+def _top(
+    top: Top, queries: torch.Tensor, block: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the best k scores and rows of a block for each query; equal scores by row number.
+
+    One more passage than k shows whether a score at the cutoff is a tie, which the libraries break
+    in any order.
+    """
+    scores, rows = top(queries, block, min(k + 1, len(block)))
+    if scores.shape[1] > k:
+        tied = torch.nonzero(scores[:, k] == scores[:, k - 1])[:, 0]
+        scores, rows = scores[:, :k].clone(), rows[:, :k].clone()
+        for some in tied.split(64):
+            products = torch.sort(
+                queries[some] @ block.float().T, dim=1, descending=True, stable=True
+            )
+            scores[some], rows[some] = products.values[:, :k], products.indices[:, :k]
+    rows, order = torch.sort(rows, dim=1)
+    return scores.gather(1, order), rows
+
+
 def _top_with_faiss(
-    queries: np.ndarray, block: np.ndarray, k: int
+    queries: torch.Tensor, block: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     faiss = load_faiss()
-    scores, rows = faiss.knn(queries, block, k, metric=faiss.METRIC_INNER_PRODUCT)
+    scores, rows = faiss.knn(queries.numpy(), block.numpy(), k, metric=faiss.METRIC_INNER_PRODUCT)
     return torch.from_numpy(scores), torch.from_numpy(rows)
 
 
 def _top_with_torch(
     queries: torch.Tensor, block: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # training may have enabled TF32, which rounds products to about three digits
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.inference_mode(), torch.autocast(queries.device.type, enabled=False):
-            passages = block.float().T  # (d, block rows)
-            top = [torch.topk(part @ passages, k, dim=1) for part in queries.split(QUERIES)]
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    passages = block.float().T  # (d, block rows)
+    top = [torch.topk(part @ passages, k, dim=1) for part in queries.split(QUERIES)]
     return torch.cat([part.values for part in top]), torch.cat([part.indices for part in top])
 
 

@@ -32,6 +32,15 @@ def load_faiss() -> ModuleType:
     return faiss
 
 
+def has_faiss() -> bool:
+    """Return whether faiss can be imported."""
+    try:
+        load_faiss()
+    except InputError:
+        return False
+    return True
+
+
 def describe_faiss() -> dict[str, Any]:
     """Return faiss's version, its build options (such as AVX512) and its number of GPUs."""
     faiss = load_faiss()

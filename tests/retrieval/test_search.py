@@ -2,6 +2,7 @@
 refused."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from word_encoder import WordEncoder
 
 from contaccum.config.commands import SearchConfig
 from contaccum.errors import InputError
-from contaccum.retrieval import index, shards
+from contaccum.retrieval import exact, index, shards
 from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts, passage_vectors
 from contaccum.retrieval.exact import inner_products
 from contaccum.retrieval.index import Index
@@ -119,6 +120,41 @@ def test_any_corpus_with_ties_is_ranked_as_the_obvious_sort_does(rows, k, size, 
         assert {query: [p for p, _ in hits] for query, hits in run.items()} == {
             query: [p for p, _ in hits] for query, hits in expected.items()
         }
+
+
+@pytest.mark.parametrize("k", [1, 10, 64, 150])
+@pytest.mark.parametrize("size", [64, 1000])
+def test_both_libraries_break_ties_at_the_cutoff_by_row_number(k, size):
+    vectors, queries = whole_numbers(900, 3, 0), whole_numbers(30, 3, 1)
+    order = np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, :k]
+    expected = [[key(row) for row in rows] for rows in order]
+    for backend in ("faiss", "torch"):
+        run = search(names(30), queries, cut(vectors, size), k, backend=backend)
+        assert [[passage for passage, _ in hits] for hits in run.values()] == expected
+
+
+@pytest.mark.parametrize("faster", ["faiss", "torch"])
+def test_a_large_search_uses_the_library_that_was_faster(faster, monkeypatch, capsys):
+    def delayed(top):
+        def run(queries, block, k):
+            clock[0] += 1
+            return top(queries, block, k)
+
+        return run
+
+    clock = [0.0]
+    monkeypatch.setattr(exact, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    slower = {"faiss": "_top_with_torch", "torch": "_top_with_faiss"}[faster]
+    monkeypatch.setattr(exact, slower, delayed(getattr(exact, slower)))
+    vectors, queries = made(300), made(30, seed=1)
+    index = exact.ExactIndex(cut(vectors, 100), device="cpu")
+    index.search(queries, 10)
+    assert index.backend == "auto"  # too small to be timed
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(exact, "TIMED_FROM", 1)
+    index.search(queries, 10)
+    assert index.backend == faster
+    assert f"exact search with {faster} " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("backend", ["faiss", "torch"])
