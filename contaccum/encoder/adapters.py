@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import nn
-from transformers import AutoModel, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModel, BitsAndBytesConfig
 from transformers.utils import cached_file
 
 from contaccum.config import AdapterConfig
@@ -34,6 +34,11 @@ WEIGHTS, ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"  # peft's name for all linear layers of a backbone
 # matches the names of the weights of a layer
 LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.")
+# match the names of the weights after the encoder in classifiers of transformers, and in ColBERT
+CLASSIFIER = re.compile(
+    r"(pre_|qa_)?classifier\.|classification_head\.|score\.|qa_outputs\.|sequence_summary\.|logits_proj\."
+)
+COLBERT = re.compile(r"(colbert_)?linear\.")
 POOLER = r"(.*\.)?pooler\..*"  # matches the names of pooler layers, which contaccum does not use
 
 # hides warnings about optional kernels, and about the activation type of every 8-bit layer
@@ -71,12 +76,19 @@ def load_backbone(
     *,
     subfolder: str,
     trust_remote_code: bool,
-) -> Any:
+) -> tuple[Any, str | None]:
     """Load the backbone of an encoder, without an adapter.
+
+    Return it and the implementation of attention that its config.json asks for, which is not yet
+    used, because it may not work on this machine.
 
     name: folder or Hub name. quantize: none, 4bit or 8bit. device: device for a quantized backbone;
     do not move it later. Other backbones are loaded on the CPU.
     """
+    source = {"subfolder": subfolder, "trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(name, **source)
+    attention = config._attn_implementation
+    config._attn_implementation = None  # transformers chooses
     options: dict[str, Any] = {}
     if quantize == "none":
         options["ignore_mismatched_sizes"] = (
@@ -97,13 +109,14 @@ def load_backbone(
         options["device_map"] = {"": str(device or "cpu")}
     backbone, info = AutoModel.from_pretrained(
         name,
-        subfolder=subfolder,
-        trust_remote_code=trust_remote_code,
+        config=config,
+        **source,
         dtype=dtype,
         use_safetensors=True,  # a pickle can run code
         output_loading_info=True,
         **options,
     )
+    refuse_other_heads(name, info["unexpected_keys"])
     refuse_incomplete(name, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"])
     # otherwise save_pretrained splits the weights into several files
     vars(backbone).pop("hf_device_map", None)
@@ -115,7 +128,27 @@ def load_backbone(
         elif hasattr(module, "init_8bit_state"):
             # otherwise the first of two layers that share weights removes the scales of both
             module.init_8bit_state()
-    return backbone
+    return backbone, attention
+
+
+def refuse_other_heads(name: str, unexpected: Iterable[str]) -> None:
+    """Raise InputError if the file has the weights of a classifier or of a ColBERT model.
+
+    unexpected: names of weights that a bare encoder does not have. The heads of pretraining, such
+    as that for masked words, may be dropped.
+    """
+    for key in sorted(unexpected):
+        kind = ""
+        if CLASSIFIER.match(key):
+            kind = "a classifier, such as a cross-encoder"
+        elif COLBERT.match(key):
+            kind = "a ColBERT model, which makes one vector for each token"
+        if kind:
+            raise InputError(
+                f"{name}: is {kind} (it has the weights {key}); expected an encoder that makes one "
+                "vector for each text. To train the encoder inside it, save that with "
+                "AutoModel.from_pretrained and save_pretrained first."
+            )
 
 
 def refuse_incomplete(

@@ -33,11 +33,17 @@ from contaccum.encoder.folders import (
 )
 from contaccum.encoder.kernels import ATTENTION, packed_linears
 from contaccum.encoder.saving import check_hashes, save_encoder, send_weights
-from contaccum.encoder.tokenizer import default_batch_tokens, encoding_lock, tokenized
+from contaccum.encoder.tokenizer import (
+    check_prefix,
+    default_batch_tokens,
+    encoding_lock,
+    tokenized,
+)
 from contaccum.encoder.tower import (
     Tower,
     TowerLoader,
     check_flash_attention,
+    check_padding,
     check_unpad,
     set_attention,
 )
@@ -80,16 +86,17 @@ class DualEncoder(nn.Module):
             raise InputError(
                 f"truncate_dim is {self.dim}; expected at most {width}, the width of the encoder"
             )
-        for key, length, tower in (
-            ("max_query_length", settings.max_query_length, query_tower),
-            ("max_passage_length", settings.max_passage_length, passage_tower),
+        for side, tower, length, prefix in (
+            ("query", query_tower, settings.max_query_length, settings.query_prefix),
+            ("passage", passage_tower, settings.max_passage_length, settings.passage_prefix),
         ):
             least = tower.tokenizer.num_special_tokens_to_add() + 1
             if not least <= length <= tower.position_limit:
                 most = (
                     f"to {tower.position_limit} " if tower.position_limit < NO_LIMIT else "or more "
                 )
-                raise InputError(f"{key} is {length}; expected {least} {most}tokens")
+                raise InputError(f"max_{side}_length is {length}; expected {least} {most}tokens")
+            check_prefix(tower.tokenizer, prefix, length, side)
 
     @property
     def dim(self) -> int:
@@ -397,6 +404,7 @@ class DualEncoder(nn.Module):
         device: torch.device | str | None = None,
         adapters: Adapters | None = None,
         merge: bool = False,
+        attention: str = "auto",
         **overrides: Any,
     ) -> "DualEncoder":
         """Load an encoder from a folder or from the Hub.
@@ -408,12 +416,14 @@ class DualEncoder(nn.Module):
         the encoder, or True if no value is saved. dtype, device: precision of the weights, and
         device of both towers. adapters: options of new LoRA adapters. The other weights are then
         frozen. None: no new adapters. merge: whether to merge the saved adapters into the base
-        weights. Quantized base weights are dequantized first. overrides: values for fields of
+        weights. Quantized base weights are dequantized first. attention: ``auto`` uses the
+        implementation of attention that config.json asks for, if it is available; other values
+        ignore config.json, see ``set_attention``. overrides: values for fields of
         EncoderSettings. A value of None changes nothing.
         """
         given = {key: value for key, value in overrides.items() if value is not None}
         name = model_folder(name)
-        files = read_encoder(name)
+        files = read_encoder(name, given)
         if passage_name is not None:
             files = _with_passage_tower(files, model_folder(passage_name), given)
         if tie_towers is None:
@@ -429,7 +439,9 @@ class DualEncoder(nn.Module):
                 f"{name}: has two different encoders, which cannot be tied. Set tie_towers to "
                 "false."
             )
-        loader = TowerLoader(settings.pooling, trust_remote_code, dtype, adapters, merge, device)
+        loader = TowerLoader(
+            settings.pooling, trust_remote_code, dtype, adapters, merge, device, attention
+        )
         query_tower, passage_tower = loader.load_pair(files.query, files.passage, tie_towers)
         # some folders state a length that the backbone does not support, and the default may be too
         # long as well
@@ -444,7 +456,11 @@ class DualEncoder(nn.Module):
                 max_passage_length=min(settings.max_passage_length, passage_tower.position_limit),
             )
         check_hashes(name, files.sha256)
-        return cls(query_tower, passage_tower, settings).to(device).eval()
+        encoder = cls(query_tower, passage_tower, settings).to(device).eval()
+        check_padding(query_tower, name)
+        if files.passage != files.query:
+            check_padding(passage_tower, files.passage.name)
+        return encoder
 
 
 def _with_passage_tower(
@@ -454,7 +470,7 @@ def _with_passage_tower(
 
     passage_name: folder or Hub name of the other encoder. given: settings that the caller chose.
     """
-    other = read_encoder(passage_name)
+    other = read_encoder(passage_name, given)
     check_hashes(passage_name, other.sha256)
     for key in ("pooling", "similarity"):
         expected = files.settings.get(key, getattr(EncoderSettings, key))

@@ -9,6 +9,8 @@ a Router module, which older versions call Asym.
 
 import os
 import re
+import warnings
+from collections.abc import Container
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
@@ -42,6 +44,17 @@ MODEL_FILES = (
     "config.json",
     ADAPTER_FILE,
 )
+
+# names of model families whose members have different settings
+FAMILY_WORDS = re.compile(r"(?<![a-z0-9])(m?e5|bge|gte|nomic|m?contriever)(?![a-z0-9])")
+# those whose members all need prefixes
+NEEDS_PREFIX = re.compile(r"(?<![a-z0-9])(m?e5|nomic)(?![a-z0-9])")
+# kinds of models in sentence-transformers that make no single dense vector of a text
+OTHER_KINDS = {
+    "CrossEncoder": "a cross-encoder, which scores a query and a passage together",
+    "MultiVectorEncoder": "a ColBERT model, which makes one vector for each token",
+    "SparseEncoder": "a sparse encoder (SPLADE), which makes one weight for each word",
+}
 
 # maximum number of tokens or dimensions; a model_max_length of this or more means "no limit"
 NO_LIMIT = 1_000_000
@@ -125,12 +138,14 @@ class PromptConfig(TypedDict, total=False):
     prompts: dict[str, Prefix | None] | None
     similarity_fn_name: str | None
     truncate_dim: Positive | None
+    model_type: str | None
 
 
 class ModelFile(TypedDict, total=False):
     """Fields that we use from config, tokenizer_config and sentence_bert_config.json."""
 
     model_type: str
+    _name_or_path: str | None
     num_hidden_layers: Annotated[int, msgspec.Meta(ge=0, le=100_000)] | None
     max_position_embeddings: int | None
     model_max_length: float | None
@@ -145,6 +160,7 @@ class AdapterFile(TypedDict, total=False):
     """Content of adapter_config.json, a file of peft."""
 
     peft_type: str | None
+    task_type: str | None
     base_model_name_or_path: str | None
     r: Annotated[int, msgspec.Meta(ge=1, le=NO_LIMIT)]
 
@@ -178,15 +194,66 @@ def make_settings(values: dict[str, Any], source: str) -> EncoderSettings:
 def family_settings(name: str) -> dict[str, Any]:
     """Return the published settings of a model family, or an empty dictionary if unknown.
 
-    name: folder or Hub name. The part after the last slash is compared with the patterns in
-    families.json, and the first pattern that matches is used. Settings in the folder of a model
-    have priority over published settings.
+    name: folder or Hub name. The name of the model in it is compared with the patterns in
+    families.json, and the first pattern that matches is used. The owner may be part of the name, as
+    in intfloat_e5-base-v2.
     """
-    last_part = name.rstrip("/").rpartition("/")[2].lower()
     for family in read_json(Path(__file__).with_name("families.json")):
-        if re.fullmatch(family["models"], last_part):
+        if re.fullmatch(rf"(.+(--|_))?({family['models']})", _model_name(name)):
             return family["settings"]
     return {}
+
+
+def _model_name(name: str) -> str:
+    """Return the last part of a folder or Hub name in lower case, without the layout of a cache.
+
+    The Hub's cache has folders such as models--intfloat--e5-base-v2/snapshots/COMMIT; ModelScope's
+    cache has ___ instead of a dot.
+    """
+    parts = [part for part in re.split(r"[/\\]", name.lower()) if part]
+    if len(parts) > 2 and parts[-2] == "snapshots":
+        parts = parts[:-2]
+    return parts[-1].replace("___", ".") if parts else ""
+
+
+def _published_settings(
+    name: str, subfolder: str, base: Base | None, keys: tuple[str, ...], given: Container[str]
+) -> dict[str, Any]:
+    """Return those of the published settings of the model ``name`` that are in ``keys``.
+
+    The model's own name decides, then that of an adapter's base, then the name that config.json
+    keeps in a fine-tuned copy. Warn if the last one decides, and if a name contains that of a
+    family, but the settings are not known. given: settings of the caller, which have priority.
+    """
+    undecided = [key for key in keys if key not in given]
+    for own_name in (name, base.name if base else ""):
+        settings = family_settings(own_name)
+        if settings:
+            return {key: value for key, value in settings.items() if key in keys}
+    config = optional_json(name, _join(subfolder, "config.json"), ModelFile) or {}
+    original = config.get("_name_or_path") or ""
+    settings = {key: value for key, value in family_settings(original).items() if key in keys}
+    guessed = [f"{key} {settings[key]!r}" for key in undecided if key in settings]
+    if guessed:
+        warnings.warn(
+            f"{name}: config.json says that this is a copy of {original}, so {', '.join(guessed)} "
+            "are used, as published for that model. If the copy was trained with other settings, "
+            "give these.",
+            stacklevel=2,
+        )
+    elif undecided and not family_settings(original):
+        words = FAMILY_WORDS if "pooling" in keys else NEEDS_PREFIX
+        for candidate in (name, original):
+            found = words.search(_model_name(candidate))
+            if found:
+                warnings.warn(
+                    f"{name}: this seems to be a {found[0]} model ({candidate}), but its settings "
+                    f"are not known, so {', '.join(undecided)} have their defaults. Give the "
+                    "settings from the model's card.",
+                    stacklevel=2,
+                )
+                break
+    return settings
 
 
 def model_folder(name: str | Path) -> str:
@@ -218,12 +285,12 @@ def model_folder(name: str | Path) -> str:
     return text
 
 
-def read_encoder(name: str) -> EncoderFiles:
+def read_encoder(name: str, given: Container[str] = ()) -> EncoderFiles:
     """Read the settings of an encoder and find the files of both towers.
 
     name: folder or Hub name of a saved DualEncoder, a sentence-transformers model or a plain
-    transformers encoder. Raises InputError if the encoder has modules that contaccum does not
-    support.
+    transformers encoder. given: names of the settings that the caller chose; contaccum does not
+    warn about these. Raises InputError if the encoder has modules that contaccum does not support.
     """
     saved = optional_json(name, SETTINGS_FILE, dict[str, Any], version=1)
     if saved is not None:
@@ -239,15 +306,24 @@ def read_encoder(name: str) -> EncoderFiles:
         config = (
             optional_json(plain.base.name if plain.base else name, "config.json", ModelFile) or {}
         )
-        settings = family_settings(name)
+        keys = ("pooling", "similarity", "query_prefix", "passage_prefix")
+        settings = _published_settings(name, "", plain.base, keys, given)
         if decoder_only(config.get("model_type", "")):
             settings = {"pooling": "last", **settings}
         return EncoderFiles(settings, plain, plain)
-    return _read_sentence_transformers(name)
+    return _read_sentence_transformers(name, given)
 
 
-def _read_sentence_transformers(name: str) -> EncoderFiles:
+def _read_sentence_transformers(name: str, given: Container[str]) -> EncoderFiles:
     about = optional_json(name, "config_sentence_transformers.json", PromptConfig) or {}
+    kind = about.get("model_type") or "SentenceTransformer"
+    if str(about.get("similarity_fn_name")).lower() == "maxsim":  # a model of PyLate
+        kind = "MultiVectorEncoder"
+    if kind != "SentenceTransformer":
+        raise InputError(
+            f"{name}: is {OTHER_KINDS.get(kind, kind)}; expected an encoder that makes one dense "
+            "vector for each text"
+        )
     query, query_files = _read_side(name, "query", about)
     passage, passage_files = _read_side(name, "document", about)
     for key in ("pooling", "similarity"):
@@ -260,27 +336,27 @@ def _read_sentence_transformers(name: str) -> EncoderFiles:
         **query,
         **passage,
         "tie_towers": query_files == passage_files,
-        **_prefixes(name, about),
     }
+    prefixes = _prompts(about)
+    if not any(prefixes.values()):
+        prefixes = _published_settings(
+            name, query_files.subfolder, query_files.base, tuple(prefixes), given
+        )
+    settings |= prefixes
     if about.get("truncate_dim") is not None:
         settings["truncate_dim"] = about["truncate_dim"]
     return EncoderFiles(settings, query_files, passage_files)
 
 
-def _prefixes(name: str, about: dict[str, Any]) -> dict[str, str]:
+def _prompts(about: dict[str, Any]) -> dict[str, str]:
     """Return the query prefix and the passage prefix of a sentence-transformers model.
 
     The query prefix is the first non-empty prompt for queries. The passage prefix is the first
-    non-empty prompt for passages. If all prompts are empty, the prefixes of the model family are
-    returned. about: config_sentence_transformers.json.
+    non-empty prompt for passages. about: config_sentence_transformers.json.
     """
     prompts = about.get("prompts") or {}
     query_prompts = [prompts[key] for key in SIDES["query"] if prompts.get(key)]
     passage_prompts = [prompts[key] for key in SIDES["document"] if prompts.get(key)]
-    if not query_prompts and not passage_prompts:
-        return {
-            key: value for key, value in family_settings(name).items() if key.endswith("_prefix")
-        }
     return {
         "query_prefix": query_prompts[0] if query_prompts else "",
         "passage_prefix": passage_prompts[0] if passage_prompts else "",
@@ -366,7 +442,7 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
             "similarity_fn_name to cosine in config_sentence_transformers.json."
         )
     pooling = optional_json(name, _join(modules[1].path, "config.json"), dict[str, Any]) or {}
-    if pooling.get("include_prompt") is False and any(_prefixes(name, about).values()):
+    if pooling.get("include_prompt") is False and any(_prompts(about).values()):
         raise InputError(
             f"{name}: pooling excludes the prompt (include_prompt is false); contaccum supports "
             "only pooling over all tokens"
@@ -403,6 +479,11 @@ def _base(name: str, subfolder: str) -> Base | None:
         or optional_json(name, _join(subfolder, "config.json"), ModelFile) is not None
     ):
         return None
+    if (adapter.get("task_type") or "").endswith(("_CLS", "QUESTION_ANS")):
+        raise InputError(
+            f"{name}: is an adapter for classification (task_type {adapter['task_type']}), such as "
+            "that of a cross-encoder; expected an adapter of an encoder"
+        )
     if adapter.get("peft_type", "LORA") != "LORA":
         raise InputError(
             f"{name}: {ADAPTER_FILE} has peft_type {adapter['peft_type']}; expected LORA"

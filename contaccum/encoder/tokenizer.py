@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from threading import Lock
 from typing import Any
@@ -112,6 +113,37 @@ def check_vocabulary(tokenizer: Any, vocabulary: int | None) -> None:
     # takes minutes
     if max(ids) >= 2 * max(len(ids), vocabulary):
         require_known_ids(max(ids), vocabulary, tokenizer)
+
+
+def check_prefix(tokenizer: Any, prefix: str, max_length: int, side: str, source: str = "") -> None:
+    """Raise InputError if ``prefix`` leaves no token for the text: all vectors would be equal.
+
+    Warn if less than half of the tokens are left. max_length: maximum number of tokens of a text,
+    including prefix and special tokens. side: ``query`` or ``passage``. source: first words of the
+    message, such as the name of a data set.
+    """
+    # a tokenizer that truncates on the left cuts the prefix, not the text
+    if not prefix or tokenizer.truncation_side == "left":
+        return
+    # counted in front of a text, because a last space can become part of the text's first token
+    spans = tokenizer(prefix + "a", return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    taken = sum(end <= len(prefix) for _, end in spans)  # special tokens have the span (0, 0)
+    left = max_length - taken
+    found = (
+        f"{source}{side}_prefix takes {taken} tokens with the special tokens, and "
+        f"max_{side}_length is {max_length}"
+    )
+    if left < 1:
+        raise InputError(
+            f"{found}, so nothing of a {side} is left. Shorten the prefix, or set "
+            f"max_{side}_length to more than {taken}."
+        )
+    if 2 * left < max_length:
+        warnings.warn(
+            f"{found}, so only {left} tokens of a {side} are used. Shorten the prefix, or raise "
+            f"max_{side}_length.",
+            stacklevel=2,
+        )
 
 
 def append_eos(tokenizer: Any) -> None:

@@ -4,7 +4,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -29,17 +29,18 @@ from contaccum.encoder.kernels import (
     unpad,
 )
 from contaccum.encoder.tokenizer import (
+    DEVICE_TOKENS,
     append_eos,
     check_vocabulary,
     load_tokenizer,
+    tokenized,
     wordpiece_tokenizer,
 )
 from contaccum.errors import InputError, in_one_line, library_errors
 from contaccum.runtime.hub import loading, optional_json
 
-# model types whose vectors depend on padding, even with an attention mask; found by trying all text
-# model types
-PADDING_CHANGES_VECTORS = ("convbert", "cpmant", "fnet", "nystromformer", "yoso")
+# a short text, and words that make another text of its batch longer
+SHORT_TEXT, MORE_WORDS = "a b", " a b c d e f g h"
 # on a GPU, padded lengths are rounded up to a multiple of this, for fewer shapes and aligned masks
 BUCKET = 8
 
@@ -180,6 +181,35 @@ class Tower(nn.Module):
         )
 
 
+def check_padding(tower: Tower, name: str) -> None:
+    """Warn if a text has another vector when it is padded to the length of another text."""
+    batch = [SHORT_TEXT, SHORT_TEXT + 2 * MORE_WORDS]
+    length = min(32, tower.position_limit)
+    device = next(tower.parameters()).device
+    vectors = []
+    for texts in (batch[:1], batch):
+        ((indices, tokens),) = tokenized(
+            tower.tokenizer, texts, length, DEVICE_TOKENS, tower.vocabulary
+        )
+        with torch.no_grad(), library_errors(f"{name}: the model encodes no text", Exception):
+            found = F.normalize(tower(tokens.to(device)).float(), dim=-1)
+        vectors.append(found[indices.tolist().index(0)])
+    difference = float((vectors[0] - vectors[1]).norm())
+    # distance by rounding alone, for all-MiniLM-L6-v2: 1e-6 in float32, 0.013 in bfloat16. In 8
+    # bits, the other texts of a batch decide which columns are quantized.
+    precise = tower.backbone.dtype == torch.float32 and not getattr(
+        tower.backbone, "is_quantized", False
+    )
+    if difference > (1e-4 if precise else 0.05):
+        warnings.warn(
+            f"{name}: padding changes the vectors, so the vector of a text depends on the other "
+            f"texts of its batch (model type {tower.backbone.config.model_type}, distance "
+            f"{difference:.2g} between the unit vectors of one text). Choose another encoder, or "
+            "encode with batch_tokens 1, which needs no padding.",
+            stacklevel=2,
+        )
+
+
 def word_embeddings(backbone: Any) -> int | None:
     """Return the number of word embeddings, or None if the backbone has no table of them."""
     try:
@@ -199,6 +229,7 @@ class TowerLoader:
     adapters: Adapters | None = None
     merge: bool = False
     device: torch.device | str | None = None
+    attention: str = "auto"  # auto: the implementation that config.json asks for, if it works here
 
     def load_pair(self, query: TowerFiles, passage: TowerFiles, tied: bool) -> tuple[Tower, Tower]:
         """Load both towers; tied towers are one object.
@@ -247,7 +278,7 @@ class TowerLoader:
                 "sentence-transformers/facebook-dpr-question_encoder-single-nq-base."
             )
         with loading(name), quiet_transformers():
-            backbone = lora.load_backbone(
+            backbone, attention = lora.load_backbone(
                 name,
                 self.dtype,
                 quantize,
@@ -257,15 +288,25 @@ class TowerLoader:
             )
             if self.merge and quantize != "none":
                 backbone = backbone.dequantize()
-        family = backbone.config.model_type
-        if family in PADDING_CHANGES_VECTORS:
-            warnings.warn(
-                f"{name}: with the model type {family}, padding changes the vectors, so the vector "
-                "of a text depends on the other texts of its batch. Choose another encoder, or "
-                "encode with batch_tokens 1, which needs no padding.",
-                stacklevel=2,
+        if attention is not None and self.attention == "auto":
+            # names of other implementations may stand for code on the Hub
+            usable = attention in ("eager", "sdpa") or (
+                attention == "flash_attention_2"
+                and torch.device(self.device or "cpu").type == "cuda"
+                and self.dtype != torch.float32
+                and is_flash_attn_2_available()
             )
-        if decoder_only(family):
+            if usable:
+                with suppress(ValueError, ImportError), quiet_transformers():
+                    backbone.set_attn_implementation(attention)
+            used = backbone.config._attn_implementation
+            if used != attention:
+                warnings.warn(
+                    f"{name}: config.json asks for {attention} as the implementation of attention, "
+                    f"which is not available here for this model and precision; {used} is used",
+                    stacklevel=2,
+                )
+        if decoder_only(backbone.config.model_type):
             backbone.config.use_cache = (
                 False  # the key-value cache is for generating text, which an encoder never does
             )

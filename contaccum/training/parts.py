@@ -26,6 +26,7 @@ from contaccum.encoder import (
     model_folder,
     tiny_tower,
 )
+from contaccum.encoder.tokenizer import check_prefix
 from contaccum.errors import InputError, install_command
 from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.loss import InfoNCE
@@ -121,7 +122,7 @@ def _load_encoder(
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # a new adapter has random weights
-        encoder = DualEncoder.load(name, device=device, **options)
+        encoder = DualEncoder.load(name, device=device, attention=config.model.attention, **options)
     if encoder.adapted and not config.lora.rank:
         raise InputError(
             f"{name}: has an adapter, but lora.rank is 0. Set lora.rank, or merge the adapter with "
@@ -256,9 +257,14 @@ def _tokens(
     tables = []
     for member in train_set.members:
         prefix = getattr(member, f"{side}_prefix")
+        max_length = getattr(settings, f"max_{side}_length")
+        if prefix is None:
+            prefix = getattr(settings, f"{side}_prefix")
+        else:
+            check_prefix(tower.tokenizer, prefix, max_length, side, "data.mixture: ")
         options = {
-            "max_length": getattr(settings, f"max_{side}_length"),
-            "prefix": getattr(settings, f"{side}_prefix") if prefix is None else prefix,
+            "max_length": max_length,
+            "prefix": prefix,
             "fingerprint": f"{member.set.fingerprint}/{table}",
             "vocabulary": tower.vocabulary,
         }

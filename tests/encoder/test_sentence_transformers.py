@@ -282,15 +282,17 @@ def test_family_settings_by_name(name, pooling, query, passage):
 
 def test_folder_settings_override_family_settings(tmp_path):
     assert family_settings("somebody/my-e5-base-v2-tuned") == {}
-    plain = family_folder("bert", tmp_path / "bge-base-en-v1.5")
-    size = {"max_query_length": 12, "max_passage_length": 12}
+    plain = family_folder("bert", tmp_path / "bge-base-en-v1.5", positions=100)
+    size = {"max_query_length": 100, "max_passage_length": 12}
     assert DualEncoder.load(plain, **size).settings.pooling == "cls"
     assert (
         DualEncoder.load(plain, pooling="mean", query_prefix="", **size).settings.query_prefix == ""
     )
     for prompts, expected in (({}, "query: "), ({"query": "the "}, "the ")):
         saved = tmp_path / str(len(prompts)) / "e5-base-v2"
-        their_model(plain, "cls", prompts=prompts).save(str(saved), create_model_card=False)
+        their_model(plain, "cls", length=40, prompts=prompts).save(
+            str(saved), create_model_card=False
+        )
         settings = DualEncoder.load(saved).settings
         assert (settings.pooling, settings.query_prefix) == ("cls", expected)
 

@@ -3,7 +3,6 @@ with a negative control."""
 
 import copy
 import json
-import warnings
 
 import numpy as np
 import pytest
@@ -393,22 +392,6 @@ def test_token_vectors_narrower_than_the_layers(tmp_path):
         (tmp_path / "model" / "query_encoder" / "1_Pooling" / "config.json").read_text()
     )
     assert pooling["word_embedding_dimension"] == 16
-
-
-@pytest.mark.parametrize("family", ["convbert", "fnet", "nystromformer", "yoso", "bert"])
-def test_families_whose_vectors_depend_on_padding_warn(family, tmp_path):
-    family_encoder(family).query_tower.backbone.save_pretrained(tmp_path)
-    wordpiece_tokenizer([], 5).save_pretrained(tmp_path)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        encoder = DualEncoder.load(tmp_path)
-    warned = [
-        str(each.message) for each in caught if "padding changes the vectors" in str(each.message)
-    ]
-    assert len(warned) == (family != "bert")
-    texts = ["a b", "a b a b a b a b a b"]
-    alone, together = encoder.encode_queries(texts, batch_tokens=1), encoder.encode_queries(texts)
-    assert (np.abs(alone - together).max() > 1e-5) == (family != "bert")
 
 
 def test_fingerprint_of_a_family_with_weights_without_dimensions():

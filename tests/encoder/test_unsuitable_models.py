@@ -1,0 +1,502 @@
+"""Models and settings that would load but give wrong vectors are refused, or a warning says so.
+
+All models are tiny, have random weights and are written by transformers or sentence-transformers.
+"""
+
+import json
+import warnings
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from helpers import train_config, write_beir
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+from tiny_families import TEXTS, family_folder
+from transformers import AutoConfig, AutoTokenizer
+
+from contaccum import DualEncoder, train
+from contaccum.cli import main
+from contaccum.encoder.folders import family_settings
+from contaccum.errors import InputError
+
+SIZE = {"max_query_length": 12, "max_passage_length": 12}
+
+
+def warned(function, *words: str) -> list[str]:
+    """Call ``function``; return those of its warnings that contain all of ``words``."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    messages = [str(each.message) for each in caught]
+    return [message for message in messages if all(word in message for word in words)]
+
+
+def change_json(path: Path, **values) -> None:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | values))
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory) -> Path:
+    return family_folder("bert", tmp_path_factory.mktemp("bert") / "plain")
+
+
+# prefixes that use up the token limit. "the" is one token, [CLS] and [SEP] are two
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "qwen3"])
+@pytest.mark.parametrize("side", ["query", "passage"])
+def test_a_prefix_that_leaves_no_token_is_refused(family, side, tmp_path):
+    folder = family_folder(family, tmp_path / family)
+    special = 2 if family != "qwen3" else 1  # qwen3 gets an end-of-text token
+    words = 12 - special
+    encoder = DualEncoder.load(folder, **SIZE, **{f"{side}_prefix": "the " * 4})
+    # each vector is that of its text
+    encode = getattr(encoder, "encode_queries" if side == "query" else "encode_passages")
+    fox, whale = encode(["fox", "whale"])
+    assert np.abs(fox - whale).max() > 1e-3
+    with pytest.raises(InputError) as error:
+        DualEncoder.load(folder, **SIZE, **{f"{side}_prefix": "the " * words})
+    assert str(error.value) == (
+        f"{side}_prefix takes 12 tokens with the special tokens, and max_{side}_length is 12, so "
+        f"nothing of a {side} is left. Shorten the prefix, or set max_{side}_length to more than "
+        "12."
+    )
+
+
+def test_a_prefix_that_leaves_few_tokens_warns_with_both_numbers(bert):
+    def load(words: int) -> None:
+        DualEncoder.load(bert, **SIZE, query_prefix="the " * words)
+
+    assert warned(lambda: load(4), "query_prefix") == []  # 6 of 12 tokens are left
+    assert warned(lambda: load(5), "query_prefix") == [
+        "query_prefix takes 7 tokens with the special tokens, and max_query_length is 12, so only "
+        "5 tokens of a query are used. Shorten the prefix, or raise max_query_length."
+    ]
+
+
+def test_the_last_token_of_a_prefix_is_counted_as_it_is_encoded(bert):
+    """A space at the end is no token, a colon is one."""
+    for end in ("fox", "fox "):
+        prefix = "the " * 8 + end
+        load = partial(DualEncoder.load, bert, **SIZE, query_prefix=prefix)
+        assert warned(load, "takes 11 tokens", "only 1 tokens")
+    with pytest.raises(InputError, match="nothing of a query is left"):
+        DualEncoder.load(bert, **SIZE, query_prefix="the " * 9 + ":")
+
+
+def test_a_prefix_is_no_problem_if_the_tokenizer_cuts_the_start(bert, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(bert, truncation_side="left")
+    folder = family_folder("bert", tmp_path / "left")
+    tokenizer.save_pretrained(folder)
+    encoder = DualEncoder.load(folder, **SIZE, query_prefix="the " * 20)
+    fox, whale = encoder.encode_queries(["fox", "whale"])
+    assert np.abs(fox - whale).max() > 1e-3
+
+
+def test_prompts_of_a_sentence_transformers_folder_are_counted(bert, tmp_path):
+    for words in (2, 10):
+        modules = [Transformer(str(bert), max_seq_length=12), Pooling(32, "mean")]
+        theirs = SentenceTransformer(modules=modules, prompts={"query": "the " * words})
+        theirs.save(str(tmp_path / str(words)), create_model_card=False)
+    DualEncoder.load(tmp_path / "2")
+    with pytest.raises(InputError, match="query_prefix takes 12 tokens with the special tokens"):
+        DualEncoder.load(tmp_path / "10")
+
+
+LONG = "'" + "the " * 62 + "'"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "evaluate --model {model} --data {data} --output {out}/metrics.json",
+        "encode --model {model} --kind query --input {data}/queries.jsonl --output {out}/shards",
+        "search --model {model} --data {data} --output {out}/run.trec",
+        "search --model {model} --data {data} --query fox",
+        "mine --model {model} --data {data} --split train --output {out}/mined.jsonl",
+    ],
+)
+def test_every_command_refuses_a_prefix_that_leaves_no_token(command, tmp_path, capsys):
+    data = write_beir(tmp_path / "data")
+    model = family_folder("bert", tmp_path / "model", positions=64)
+    out = tmp_path / "out"
+    out.mkdir()
+    arguments = command.format(model=model, data=data, out=out).split()
+    assert main([*arguments, "--query_prefix", "the " * 62]) == 2
+    assert "query_prefix takes 64 tokens" in capsys.readouterr().err
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize("prefix", ["model", "mixture"])
+def test_training_refuses_a_prefix_that_leaves_no_token(prefix, bert, tmp_path):
+    data = write_beir(tmp_path / "data")
+
+    def config(words: int):
+        text = "the " * words
+        if prefix == "model":
+            changes = {"model.passage_prefix": text}
+        else:
+            sets = [{"train": str(data), "passage_prefix": each} for each in (text, "")]
+            changes = {"data.train": "", "data.mixture": sets}
+        limits = {"model.max_query_length": 12, "model.max_passage_length": 12}
+        steps = {"optim.max_steps": 1, "model.name": str(bert)}
+        return train_config(data, tmp_path / f"run{words}", **limits, **steps, **changes)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of two prefixes, evaluation uses neither
+        train(config(2))
+        start = "data.mixture: passage_prefix" if prefix == "mixture" else "passage_prefix"
+        with pytest.raises(InputError, match=f"^{start} takes 12 tokens"):
+            train(config(10))
+    assert not (tmp_path / "run10" / "model").exists()
+
+
+# settings of a model family
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/cache/hub/models--intfloat--e5-base-v2/snapshots/f52bf8ec8c71",
+        "models--intfloat--e5-base-v2/snapshots/main/",
+        "/root/.cache/torch/sentence_transformers/intfloat_e5-base-v2/",
+        r"C:\\models\\intfloat--e5-base-v2",
+        "models/e5-base-v2",
+    ],
+)
+def test_a_cached_copy_has_the_settings_of_its_family(name):
+    assert family_settings(name) == family_settings("intfloat/e5-base-v2") != {}
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("models--facebook--contriever/snapshots/abc", "facebook/contriever"),
+        ("modelscope/hub/BAAI/bge-large-zh-v1___5", "BAAI/bge-large-zh-v1.5"),
+        ("models--nomic-ai--nomic-embed-text-v1.5/snapshots/abc", "nomic-ai/nomic-embed-text-v1.5"),
+        ("models--thenlper--gte-base/snapshots/abc", "thenlper/gte-base"),
+    ],
+)
+def test_other_families_in_caches(name, published):
+    assert family_settings(name) == family_settings(published) != {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["my-e5-base-v2-tuned", "snapshots/abc", "models--a--bert/snapshots/e5-base-v2", "", "/"],
+)
+def test_names_of_no_family_have_no_settings(name):
+    assert family_settings(name) == {}
+
+
+def test_a_model_in_the_cache_of_the_hub_is_encoded_with_its_prefix_and_similarity(tmp_path):
+    for repository, prefix, similarity in (
+        ("models--intfloat--e5-base-v2", "query: ", "cosine"),
+        ("models--facebook--contriever", "", "dot"),
+    ):
+        folder = tmp_path / repository / "snapshots" / "a1b2"
+        family_folder("bert", folder, positions=100)
+        encoder = DualEncoder.load(folder)
+        assert encoder.settings.similarity == similarity
+        bare = DualEncoder.load(folder, query_prefix="", passage_prefix="")
+        np.testing.assert_array_equal(
+            encoder.encode_queries(["fox"]), bare.encode_queries([prefix + "fox"])
+        )
+
+
+def test_a_fine_tuned_copy_has_the_settings_of_its_original_with_a_warning(bert, tmp_path):
+    folder = family_folder("bert", tmp_path / "mine")
+    change_json(folder / "config.json", _name_or_path="intfloat/e5-small-v2")
+    encoders = []
+    (message,) = warned(lambda: encoders.append(DualEncoder.load(folder, **SIZE)), "copy of")
+    assert "copy of intfloat/e5-small-v2, so pooling 'mean', similarity 'cosine'" in message
+    assert encoders[0].settings.query_prefix == "query: "
+    chosen = {"pooling": "cls", "similarity": "dot", "query_prefix": "", "passage_prefix": "x"}
+    assert warned(lambda: encoders.append(DualEncoder.load(folder, **SIZE, **chosen))) == []
+    assert encoders[1].settings.query_prefix == ""
+    # the same in a folder of sentence-transformers, which states pooling and similarity itself
+    SentenceTransformer(modules=[Transformer(str(folder)), Pooling(32, "cls")]).save(
+        str(tmp_path / "theirs"), create_model_card=False
+    )
+    change_json(tmp_path / "theirs" / "config.json", _name_or_path="intfloat/e5-small-v2")
+    (message,) = warned(lambda: encoders.append(DualEncoder.load(tmp_path / "theirs")), "copy of")
+    assert "so query_prefix 'query: ', passage_prefix 'passage: ' are used" in message
+    assert (encoders[2].settings.pooling, encoders[2].settings.query_prefix) == ("cls", "query: ")
+
+
+def test_an_adapter_has_the_settings_of_its_base(tmp_path):
+    base = tmp_path / "models--intfloat--e5-base-v2" / "snapshots" / "a1b2"
+    family_folder("bert", base, positions=100)
+    model = get_peft_model(
+        transformers.AutoModel.from_pretrained(base), LoraConfig(target_modules=["query"])
+    )
+    model.save_pretrained(str(tmp_path / "adapter"))
+    assert DualEncoder.load(tmp_path / "adapter").settings.query_prefix == "query: "
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("my-e5-tuned", "e5"),
+        ("bge-custom-v3", "bge"),
+        ("gte-qwen-like", "gte"),
+        ("nomic-embed-next", "nomic"),
+        ("contriever-legal", "contriever"),
+        ("models--x--me5-large/snapshots/a1b2", "me5"),
+        ("stage5-bert", None),  # not a word of its own
+        ("bert-base", None),
+    ],
+)
+def test_a_name_of_a_family_without_known_settings_warns(name, family, tmp_path):
+    folder = family_folder("bert", tmp_path / name)
+    found = warned(lambda: DualEncoder.load(folder, **SIZE))
+    if family is None:
+        assert found == []
+    else:
+        assert len(found) == 1
+        assert f"seems to be a {family} model" in found[0]
+        assert "pooling, similarity, query_prefix, passage_prefix have their defaults" in found[0]
+        given = {"pooling": "cls", "similarity": "dot", "query_prefix": "", "passage_prefix": ""}
+        assert warned(lambda: DualEncoder.load(folder, **SIZE, **given)) == []
+
+
+def test_a_saved_model_keeps_its_settings_whatever_its_name(bert, tmp_path):
+    DualEncoder.load(bert, **SIZE).save(tmp_path / "e5-base-v2")
+    assert warned(lambda: DualEncoder.load(tmp_path / "e5-base-v2")) == []
+    assert DualEncoder.load(tmp_path / "e5-base-v2").settings.query_prefix == ""
+
+
+# attention in config.json
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
+@pytest.mark.parametrize(
+    ("family", "asked", "used"),
+    [
+        ("bert", "flash_attention_2", "sdpa"),
+        ("qwen3", "flash_attention_2", "sdpa"),
+        ("mpnet", "flash_attention_2", "eager"),
+        ("mpnet", "sdpa", "eager"),  # the model type does not support it
+        ("bert", "flash_attention_3", "sdpa"),
+        ("bert", "kernels-community/flash-attn2", "sdpa"),  # code on the Hub, never asked for
+        ("bert", "no-such-attention", "sdpa"),
+        ("bert", "eager", "eager"),
+        ("bert", "sdpa", "sdpa"),
+    ],
+)
+def test_attention_of_config_json_falls_back(key, family, asked, used, tmp_path):
+    folder = family_folder(family, tmp_path / family)
+    expected = DualEncoder.load(folder, **SIZE).encode_queries(TEXTS)
+    change_json(folder / "config.json", **{key: asked})
+    encoders = []
+    found = warned(lambda: encoders.append(DualEncoder.load(folder, **SIZE)))
+    assert encoders[0].query_tower.backbone.config._attn_implementation == used
+    assert [f"{asked} as the implementation of attention" in each for each in found] == [True] * (
+        asked != used
+    )
+    np.testing.assert_allclose(encoders[0].encode_queries(TEXTS), expected, atol=1e-5)
+    if asked != used:
+        return
+    for option in ("eager", "sdpa"):
+        assert (
+            warned(lambda option=option: DualEncoder.load(folder, **SIZE, attention=option)) == []
+        )
+
+
+def test_the_attention_option_of_training_wins(tmp_path):
+    data = write_beir(tmp_path / "data")
+    folder = family_folder("bert", tmp_path / "bert")
+    change_json(folder / "config.json", _attn_implementation="flash_attention_2")
+    settings = {"model.name": str(folder), "optim.max_steps": 1, "model.max_query_length": 12,
+        "model.max_passage_length": 24}  # fmt: skip
+    for option, count in (("auto", 1), ("sdpa", 0), ("eager", 0)):
+        config = train_config(data, tmp_path / option, **settings, **{"model.attention": option})
+        # both towers have the same base
+        assert len(warned(lambda config=config: train(config), "config.json asks")) == count
+
+
+# models that are no encoders of single texts
+
+CLASSIFIERS = [
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
+    "BertForQuestionAnswering",
+    "RobertaForSequenceClassification",
+    "DistilBertForSequenceClassification",
+    "ElectraForSequenceClassification",
+    "MPNetForSequenceClassification",
+    "ModernBertForSequenceClassification",
+    "DebertaV2ForSequenceClassification",
+    "XLMForSequenceClassification",
+    "Qwen3ForSequenceClassification",
+    "LlamaForSequenceClassification",
+]
+HEADS_OF_PRETRAINING = [
+    "BertForMaskedLM",
+    "BertForPreTraining",
+    "RobertaForMaskedLM",
+    "DistilBertForMaskedLM",
+    "ElectraForPreTraining",
+    "AlbertForPreTraining",
+    "MPNetForMaskedLM",
+    "ModernBertForMaskedLM",
+    "DebertaV2ForMaskedLM",
+    "XLMWithLMHeadModel",
+    "Qwen3ForCausalLM",
+    "LlamaForCausalLM",
+]
+SIZES = {"vocab_size": 150, "pad_token_id": 0, "max_position_embeddings": 40, "num_labels": 1,
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+    "num_key_value_heads": 2, "head_dim": 16, "embedding_size": 32, "dim": 32, "n_layers": 2,
+    "n_heads": 2, "hidden_dim": 64, "emb_dim": 32}  # fmt: skip
+
+
+def model_folder(class_name: str, bert: Path, folder: Path) -> Path:
+    made = getattr(transformers, class_name)
+    config = made.config_class(**SIZES)
+    made(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(bert).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("class_name", CLASSIFIERS)
+def test_classifiers_are_refused(class_name, bert, tmp_path):
+    folder = model_folder(class_name, bert, tmp_path / "model")
+    with pytest.raises(InputError, match="is a classifier, such as a cross-encoder") as error:
+        DualEncoder.load(folder, **SIZE)
+    assert str(folder) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("class_name", HEADS_OF_PRETRAINING)
+def test_heads_of_pretraining_are_dropped(class_name, bert, tmp_path):
+    """Negative control."""
+    folder = model_folder(class_name, bert, tmp_path / "model")
+    assert DualEncoder.load(folder, **SIZE).dim == 32
+
+
+def test_the_encoder_inside_a_classifier_can_be_saved_for_training(bert, tmp_path):
+    """As the error says."""
+    folder = model_folder("BertForSequenceClassification", bert, tmp_path / "model")
+    transformers.AutoModel.from_pretrained(folder).save_pretrained(tmp_path / "encoder")
+    AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path / "encoder")
+    assert DualEncoder.load(tmp_path / "encoder", **SIZE).dim == 32
+
+
+@pytest.mark.parametrize("key", ["linear.weight", "colbert_linear.weight"])
+def test_colbert_checkpoints_are_refused(key, bert, tmp_path):
+    """As colbert-ir/colbertv2.0: a BERT under its name and the projection of all tokens."""
+    folder = model_folder("BertModel", bert, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights = {f"bert.{name}": tensor for name, tensor in weights.items()}
+    save_file(
+        weights | {key: torch.zeros(16, 32)},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    change_json(folder / "config.json", architectures=["HF_ColBERT"])
+    with pytest.raises(InputError, match="is a ColBERT model, which makes one vector for each to"):
+        DualEncoder.load(folder, **SIZE)
+
+
+def test_models_of_sentence_transformers_that_are_no_encoders_are_refused(bert, tmp_path):
+    masked = model_folder("BertForMaskedLM", bert, tmp_path / "masked")
+    classifier = model_folder("BertForSequenceClassification", bert, tmp_path / "classifier")
+    SparseEncoder(str(masked)).save(str(tmp_path / "sparse"))
+    CrossEncoder(str(classifier)).save(str(tmp_path / "cross"))
+    modules = [Transformer(str(bert)), Pooling(32, "mean")]
+    for name in ("pylate", "multi"):
+        SentenceTransformer(modules=modules).save(str(tmp_path / name))
+    file = "config_sentence_transformers.json"
+    change_json(tmp_path / "pylate" / file, similarity_fn_name="MaxSim", query_prefix="[Q] ")
+    change_json(tmp_path / "multi" / file, model_type="MultiVectorEncoder")
+    for name, kind in (
+        ("sparse", "a sparse encoder"),
+        ("cross", "a c(ross-encoder|lassifier)"),
+        ("pylate", "a ColBERT model"),
+        ("multi", "a ColBERT model"),
+    ):
+        with pytest.raises(InputError, match=f"{name}: is {kind}"):
+            DualEncoder.load(tmp_path / name)
+
+
+def test_the_adapter_of_a_classifier_is_refused(bert, tmp_path):
+    for task in ("SEQ_CLS", "FEATURE_EXTRACTION"):
+        made = (
+            transformers.AutoModelForSequenceClassification
+            if task == "SEQ_CLS"
+            else transformers.AutoModel
+        )
+        model = get_peft_model(
+            made.from_pretrained(bert), LoraConfig(target_modules=["query"], task_type=task)
+        )
+        model.save_pretrained(str(tmp_path / task))
+    assert DualEncoder.load(tmp_path / "FEATURE_EXTRACTION", **SIZE).dim == 32  # control
+    with pytest.raises(InputError, match=r"an adapter for classification \(task_type SEQ_CLS\)"):
+        DualEncoder.load(tmp_path / "SEQ_CLS", **SIZE)
+
+
+# models whose vectors depend on padding
+
+
+PADDED = {
+    "funnel": {"d_model": 32, "block_sizes": [1, 1], "n_head": 2, "d_head": 16, "d_inner": 64},
+    "convbert": {},
+    "fnet": {},
+    "nystromformer": {},
+    "yoso": {},
+    "canine": {},
+    "bert": None,
+    "mpnet": None,
+    "deberta-v2": None,
+    "longformer": None,
+    "gpt2": None,
+}
+
+
+@pytest.mark.parametrize("family", PADDED)
+def test_models_whose_vectors_depend_on_padding_warn(family, bert, tmp_path):
+    own = PADDED[family]
+    sizes = {name: SIZES[name] for name in ("vocab_size", "pad_token_id", "num_attention_heads",
+        "intermediate_size", "max_position_embeddings", "hidden_size")}  # fmt: skip
+    if family == "funnel":
+        sizes = {"vocab_size": 150, "pad_token_id": 0}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **sizes, **(own or {}))
+    # AutoModel has two models for a Funnel configuration
+    made = transformers.FunnelModel if family == "funnel" else transformers.AutoModel.from_config
+    made(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
+    encoders = []
+    found = warned(
+        lambda: encoders.append(DualEncoder.load(tmp_path, **SIZE)), "padding changes the vectors"
+    )
+    assert len(found) == (own is not None)
+    # the reason of the warning, by public calls
+    texts = ["the red fox", "a blue whale swims in the deep sea"]
+    alone = encoders[0].encode_queries(texts, batch_tokens=1)
+    together = encoders[0].encode_queries(texts)
+    assert (np.abs(alone - together).max() > 1e-5) == (own is not None)
+    if found:
+        assert f"model type {family}" in found[0]
+
+
+def test_the_padding_check_sees_each_tower_and_precision(bert, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 150, "pad_token_id": 0}
+    funnel = transformers.FunnelModel(transformers.FunnelConfig(**sizes, **PADDED["funnel"]))
+    funnel.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert warned(lambda dtype=dtype: DualEncoder.load(bert, **SIZE, dtype=dtype)) == []
+        options = {**SIZE, "passage_name": tmp_path, "dtype": dtype}
+        (message,) = warned(lambda options=options: DualEncoder.load(bert, **options))
+        assert message.startswith(f"{tmp_path}: padding changes the vectors")
