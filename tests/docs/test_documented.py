@@ -314,7 +314,7 @@ def test_the_library_example_runs_as_it_stands(place, capfd):
 
     What it does not print itself stays off stdout, and no bar is drawn.
     """
-    (example,) = python_blocks("docs/how-to/library.md")
+    (example,) = python_blocks("docs/reference/library.md")
     assert example in python_blocks("README.md")
     subprocess.run(["rm", "-rf", "runs/library"], check=True)
     found: dict = {}
@@ -331,11 +331,11 @@ def test_the_library_example_runs_as_it_stands(place, capfd):
 def test_duckdb_finds_what_search_finds(place):
     """With the commands and the SQL of the page."""
     duckdb = pytest.importorskip("duckdb")
-    page = ROOT / "docs/how-to/vector-databases.md"
+    page = ROOT / "docs/how-to/search.md"
     for command in (command for block in blocks(page) for command in commands(block)):
         run_here(command)
     found: dict = {}
-    exec(python_blocks("docs/how-to/vector-databases.md")[0], found)
+    exec(python_blocks("docs/how-to/search.md")[0], found)
     ours = read_run("test.trec")
     theirs: dict[str, list] = {}
     for query, passage, score in found["top"]:
@@ -365,7 +365,7 @@ def test_a_terminal_gets_the_bars(place, monkeypatch):
     subprocess.run(["rm", "-rf", "runs/library"], check=True)
     with os.fdopen(terminal, "w") as stderr, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stderr)
-        exec(python_blocks("docs/how-to/library.md")[0], {})
+        exec(python_blocks("docs/reference/library.md")[0], {})
     reader.join()
     os.close(controller)
     text = b"".join(shown).decode()
