@@ -578,7 +578,12 @@ def test_settings_affect_the_methods_that_read_them(name, methods):
 def test_the_untrained_encoder_depends_on_the_settings_of_the_model():
     assert {name for name in train_settings() if affects(name, None)} == {
         name for name in train_settings() if name.startswith("model.")
-    } - {"model.temperature", "model.dropout", "model.gradient_checkpointing"}
+    } - {
+        "model.temperature",
+        "model.dropout",
+        "model.attention_dropout",
+        "model.gradient_checkpointing",
+    }
 
 
 def test_specs_and_methods_name_the_same_six():

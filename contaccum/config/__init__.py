@@ -208,7 +208,12 @@ def affects(name: str, method: str | None) -> bool:
     if name in ("seed", "method") or name in settings_with("free"):
         return False
     if method is None:
-        only_training = ("model.temperature", "model.dropout", "model.gradient_checkpointing")
+        only_training = (
+            "model.temperature",
+            "model.dropout",
+            "model.attention_dropout",
+            "model.gradient_checkpointing",
+        )
         return name.startswith("model.") and name not in only_training
     spec = METHOD_SPECS[method]
     if name.startswith("bank."):

@@ -106,6 +106,10 @@ class ModelConfig(EncodingConfig):
     dropout: Share | None = None
     """Dropout probability of both towers in training. Default: the value in config.json of the
     encoder."""
+    attention_dropout: Share | None = None
+    """Dropout probability of the attention weights in training. Without padding on a CPU, it is
+    rounded to a multiple of 1/256. Default: `model.dropout`, else the value in config.json of the
+    encoder."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of storing them. This saves memory,
     but a step takes about 1.5 times as long."""

@@ -56,6 +56,8 @@ from contaccum.runtime.processes import Processes
 # minimum number of texts for packed linear layers; with fewer texts, packing takes longer than it
 # saves
 PACK_FROM = 64
+# names of the first linear layer in modules that compute attention weights
+ATTENTION_INPUTS = ("query", "q_proj", "q_lin", "q", "Wqkv", "c_attn", "query_key_value")
 # matches the names of module attributes that hold a dropout probability as a number, but not
 # layerdrop
 DROPOUT_NUMBER = re.compile("dropout|pdrop")
@@ -284,21 +286,30 @@ class DualEncoder(nn.Module):
         digest.update(json.dumps([getattr(self.settings, name) for name in names]).encode())
         return digest.hexdigest()
 
-    def set_dropout(self, probability: float) -> None:
-        """Set all dropout probabilities of both towers, except the dropout of LoRA adapters.
+    def set_dropout(self, probability: float | None, attention: float | None = None) -> None:
+        """Set the dropout probabilities of both towers, except the dropout of LoRA adapters.
 
         The configuration files that ``save`` writes keep the old probabilities.
+
+        probability: None changes nothing. attention: dropout of the attention weights. None: as
+        ``probability``.
         """
+        if attention is None:
+            attention = probability
         for path, module in self.named_modules():
-            if isinstance(module, nn.Dropout) and ".lora_dropout." not in path:
-                module.p = probability
+            if path.endswith(".lora_dropout"):
+                continue
+            computes_attention = any(hasattr(module, name) for name in ATTENTION_INPUTS)
+            for name, child in module.named_children():
+                of_weights = "att" in name or (computes_attention and name == "dropout")
+                chosen = attention if of_weights else probability
+                if isinstance(child, nn.Dropout) and chosen is not None:
+                    child.p = chosen
             for name, value in vars(module).items():
-                if (
-                    DROPOUT_NUMBER.search(name)
-                    and isinstance(value, int | float)
-                    and not isinstance(value, bool)
-                ):
-                    setattr(module, name, probability)
+                chosen = attention if "att" in name else probability
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                if DROPOUT_NUMBER.search(name) and is_number and chosen is not None:
+                    setattr(module, name, chosen)
 
     def set_attention(self, name: str, unpad: bool = False) -> None:
         """Choose the implementation of attention in both backbones.

@@ -133,8 +133,7 @@ def _load_encoder(
 
 def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
     """Apply dropout, attention, padding, quantization, checkpointing and compilation settings."""
-    if config.model.dropout is not None:
-        encoder.set_dropout(config.model.dropout)
+    encoder.set_dropout(config.model.dropout, config.model.attention_dropout)
     encoder.set_attention(config.model.attention, choose_unpad(config, encoder))
     if config.model.quantize == "4bit":
         encoder.set_compute_dtype(torch_dtype(config.run.precision))

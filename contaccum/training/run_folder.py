@@ -41,7 +41,7 @@ from contaccum.runtime.locks import LOCK_FILE, folder_lock
 CONFIG_FILE = "config.yaml"
 DEV_METRICS_FILE = "dev_metrics.json"  # metrics of the best evaluation on dev
 MANIFEST = "manifest.json"
-STATE_VERSION = 1  # ``format_version`` of state.json
+STATE_VERSION = 2  # ``format_version`` of state.json; 2: other dropout noise
 LINKS = ("checkpoints", "model")
 """Names of the folders in a run's folder that may be symbolic links, for example to another
 disk.
