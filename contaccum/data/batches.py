@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from contaccum.batch import MISSING, MicroBatch, RowIds, Tokens
+from contaccum.batch import MISSING, NO_PASSAGE, MicroBatch, RowIds, Tokens
 from contaccum.data.sampler import MixtureSampler, StepRows, StepSampler
 from contaccum.data.tables import TokenTable
 from contaccum.data.train_set import TrainSet
@@ -192,6 +192,8 @@ class Batches:
         self._sampler = sampler
         self._form = form
         self._query_ids = train_set.queries["id"]
+        self._passage_numbers = train_set.passage_numbers
+        self._relevant = train_set.relevant
         self._query_tokens = query_tokens
         self._passage_tokens = passage_tokens
         self.size = form.micro_batch_tokens or form.micro_batch_size
@@ -276,9 +278,15 @@ class Batches:
         texts = [tokens[index] for index in local.tolist()]
         passages = [passage for pair in texts for passage in pair.passages]
         teacher = None if rows.teacher is None else torch.from_numpy(rows.teacher[pairs])
+        numbers = rows.passages[pairs]  # (W * B_k, 1 + H)
+        is_passage = numbers != MISSING
+        numbers[is_passage] = self._passage_numbers[numbers[is_passage]]
+        relevant = self._relevant.take(rows.queries[pairs])
+        positives = np.full((len(pairs), relevant.lengths.max()), NO_PASSAGE)  # (W * B_k, P)
+        positives[np.arange(positives.shape[1]) < relevant.lengths[:, None]] = relevant.values
         ids = RowIds(
-            torch.from_numpy(rows.passages[pairs]),  # (W * B_k, 1 + H)
-            torch.from_numpy(rows.positives[pairs]),  # (W * B_k, P)
+            torch.from_numpy(numbers),
+            torch.from_numpy(positives),
             teacher,
             torch.from_numpy(rows.queries[pairs]),  # (W * B_k,)
         )

@@ -33,6 +33,7 @@ from contaccum.data.corpus import (
 )
 from contaccum.data.dataset import DEFAULT_POLICY, RetrievalDataset, open_dataset
 from contaccum.data.examples import ExampleTable, build_examples
+from contaccum.data.identity import text_hash
 from contaccum.data.retrieval_set import (
     JudgedSplit,
     judged_split,
@@ -48,6 +49,7 @@ from contaccum.errors import InputError
 from contaccum.formats.dpr import read_questions
 from contaccum.formats.records import (
     Example,
+    Passage,
     Question,
     plain_id,
     plain_split,
@@ -171,6 +173,7 @@ def _split(data: RetrievalDataset, name: str, judged: JudgedSplit) -> Stats:
     qrels = judged.qrels
     kept = keep_answerable(source, qrels, data.policy.strict)
     warn_of_own_ids(source, kept)
+    same_text = _negatives_with_positive_text(judged)
     counts = Counter(grade for grades in qrels.values() for grade in grades.values())
     if judged.unknown:
         warnings.warn(
@@ -183,11 +186,24 @@ def _split(data: RetrievalDataset, name: str, judged: JudgedSplit) -> Stats:
         "queries without a positive": len(qrels) - len(kept),
         "judgements": counts.total(),
         "repeated judgements": judged.judgements - counts.total(),
+        **({"negatives with the text of a positive": same_text} if same_text else {}),
         "judgements by grade": {str(grade): counts[grade] for grade in sorted(counts)},
         "positives per query": _spread(
             [sum(grade > 0 for grade in grades.values()) for grades in kept.values()]
         ),
     }
+
+
+def _negatives_with_positive_text(judged: JudgedSplit) -> int:
+    """Return the number of passages with a grade of 0 or less whose text is that of a positive."""
+    count = 0
+    for grades in judged.qrels.values():
+        hashes = {
+            key: judged.passage_hashes[judged.rows[key]] for key in grades if key in judged.rows
+        }
+        positives = {hashes[key] for key in hashes if grades[key] > 0}
+        count += sum(grades[key] <= 0 and hashes[key] in positives for key in hashes)
+    return count
 
 
 def _examples(examples: ExampleTable) -> Stats:
@@ -213,7 +229,7 @@ def _passages(corpus: Dataset) -> Stats:
     for batch in column_batches(corpus, PASSAGE_COLUMNS):
         words += _words(batch["text"])
         untitled += batch["title"].count("")
-        contents.update(map(hash, zip(batch["title"], batch["text"], strict=True)))
+        contents.update(text_hash(passage.content) for passage in Passage.of_columns(batch))
     return {
         "passages": len(corpus),
         "words per passage": _spread(words),

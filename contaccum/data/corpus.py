@@ -18,7 +18,14 @@ from datasets import Dataset
 from tqdm import tqdm
 
 from contaccum.config import DataPolicy
-from contaccum.data.tables import PASSAGE_COLUMNS, TableWriter, cached_tables, column_batches
+from contaccum.data.identity import text_hash
+from contaccum.data.tables import (
+    PASSAGE_COLUMNS,
+    TableWriter,
+    cached_tables,
+    column_batches,
+    text_hashes,
+)
 from contaccum.errors import InputError
 from contaccum.formats.readers import beir_file, numbered_corpus, numbered_queries
 from contaccum.formats.records import OnError, Passage, SourceLocation, ignore, is_blank, stop
@@ -28,7 +35,8 @@ REPAIR = "Use --repair (in training: --data.repair true)"
 
 
 class Corpus(NamedTuple):
-    table: Dataset  # columns id, title, text
+    table: Dataset  # n rows, columns id, title, text
+    hashes: np.ndarray  # (n,) int64, hash of each passage's text
     fingerprint: str
     source: Path
 
@@ -58,8 +66,9 @@ def open_corpus(path: Path, policy: DataPolicy) -> Corpus:
         )
     if about["empty"]:
         warnings.warn(f"{source}: {about['empty']} passages have no text", stacklevel=4)
-    table = Dataset.from_file(str(folder / "passages.arrow"))
-    return Corpus(table, about["fingerprint"], source)
+    passages = folder / "passages.arrow"
+    table = Dataset.from_file(str(passages))
+    return Corpus(table, text_hashes(passages), about["fingerprint"], source)
 
 
 def corpus_file(path: Path) -> Path:
@@ -113,7 +122,7 @@ def _write_corpus(
             continue
         empty += is_blank(passage.text)
         hashes.append(hash(passage.id))
-        writer.add(passage)
+        writer.add(passage, text_hash(passage.content))
     fingerprint = writer.close()
     if not writer.rows:
         raise InputError(f"{source}: has no passage that can be used; a corpus needs at least one")

@@ -1,6 +1,7 @@
 """Tables of training examples: passages, queries, and the row numbers of each query's passages.
 
-Every passage is stored once. The first call for a file checks the file and writes the tables into
+Every passage is stored once, and so is every query: two with the same text are the same (see
+``contaccum.data.identity``). The first call for a file checks the file and writes the tables into
 the cache. Later calls map these tables into memory.
 """
 
@@ -8,7 +9,7 @@ import math
 import os
 import warnings
 from array import array
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,16 @@ from datasets import Dataset
 from tqdm import tqdm
 
 from contaccum.config import DataPolicy
-from contaccum.data.corpus import duplicate_id
-from contaccum.data.tables import PASSAGE_COLUMNS, QUERY_COLUMNS, Ragged, TableWriter, cached_tables
+from contaccum.data.identity import first_with_same_text, text_hash
+from contaccum.data.tables import (
+    PASSAGE_COLUMNS,
+    QUERY_COLUMNS,
+    Ragged,
+    TableWriter,
+    cached_tables,
+    hashes_file,
+    text_hashes,
+)
 from contaccum.errors import InputError
 from contaccum.formats.readers import numbered_examples
 from contaccum.formats.records import (
@@ -29,6 +38,7 @@ from contaccum.formats.records import (
     Query,
     SourceLocation,
     TeacherScores,
+    content_id,
     is_blank,
     stop,
 )
@@ -48,8 +58,10 @@ class ExampleTable:
     order.
     """
 
-    queries: Dataset  # columns id, text
-    passages: Dataset  # columns id, title, text
+    queries: Dataset  # n rows, columns id, text
+    passages: Dataset  # m rows, columns id, title, text
+    query_hashes: np.ndarray  # (n,) int64, hash of each query's text
+    passage_hashes: np.ndarray  # (m,) int64
     positives: Ragged  # a list may be empty; no passage is in two lists of the same query
     negatives: Ragged
     others: Ragged
@@ -89,7 +101,7 @@ class ExampleTable:
             return None
         positives = self.positives.scores[self.positives.span(number)]
         negatives = self.negatives.scores_or_nan[self.negatives.span(number)]
-        if np.isnan(positives[0]):
+        if np.isnan(positives).any() or np.isnan(negatives).any():
             return None
         return TeacherScores(
             [float(str(score)) for score in positives], [float(str(score)) for score in negatives]
@@ -99,10 +111,10 @@ class ExampleTable:
 def load_examples(path: Path, policy: DataPolicy, scores: bool = False) -> ExampleTable:
     """Open a file of training examples: DPR JSON, JSONL of query, pos and neg, or Tevatron JSONL.
 
-    An example with an empty text or a duplicate query id is invalid. Two problems cause a warning,
-    or InputError with ``strict``: queries without a positive, and passages with the same id but
-    different texts (the first text is used). ``repair`` has no effect on a file of examples and
-    causes a warning.
+    Rows with the same query text become one query, which has the passages of all of them. An
+    example with an empty text is invalid. Other problems cause a warning, or InputError with
+    ``strict``: queries without a positive, ids that have several texts, and hard negatives with the
+    text of a positive. ``repair`` has no effect on a file of examples and causes a warning.
 
     scores: read teacher scores too. In each example, either all positives and negatives must have a
     finite score, or none.
@@ -124,9 +136,13 @@ def load_examples(path: Path, policy: DataPolicy, scores: bool = False) -> Examp
         raise InputError(
             f"{path}: no query has a positive passage; at least one query must have one"
         )
+    queries = folder / "queries.arrow"
+    passages = folder / "passages.arrow"
     return ExampleTable(
-        queries=Dataset.from_file(str(folder / "queries.arrow")),
-        passages=Dataset.from_file(str(folder / "passages.arrow")),
+        queries=Dataset.from_file(str(queries)),
+        passages=Dataset.from_file(str(passages)),
+        query_hashes=text_hashes(queries),
+        passage_hashes=text_hashes(passages),
         positives=_load_lists(folder, "positives"),
         negatives=_load_lists(folder, "negatives"),
         others=_load_lists(folder, "others"),
@@ -141,13 +157,11 @@ def build_examples(
     queries = TableWriter(folder / "queries.arrow", QUERY_COLUMNS)
     passages = TableWriter(folder / "passages.arrow", PASSAGE_COLUMNS)
     lists = {name: _Lists() for name in _LISTS}
-    locations: dict[str, SourceLocation] = {}  # query id -> location
-    rows: dict[str, int] = {}  # passage id -> row number
-    contents = array("q")  # hash of title and text of each passage
-    unanswerable = _Problem("queries without a positive are skipped")
-    conflicts = _Problem(
-        "passages have the id of an earlier passage but another text; the first text is used"
-    )
+    query_hashes = array("q")
+    rows: dict[int, int] = {}  # hash of a passage's text -> row number
+    query_ids = _Ids("query")
+    passage_ids = _Ids("passage")
+    without_positive: dict[int, SourceLocation] = {}  # row number of a query -> location
     scored = 0  # number of examples with scores
     examples = numbered_examples(path, on_error, with_scores)
     for location, example in tqdm(
@@ -155,60 +169,121 @@ def build_examples(
     ):
         query = example.query
         try:
-            _check_texts(location, example, rows)
-            if query.id in locations:
-                first = locations[query.id]
-                where = f"record {first.record}" if first.record else f"line {first.line}"
-                raise location.error(duplicate_id("query", query.id, where, repairable=False))
+            _check_texts(location, example)
         except InputError as error:
             on_error(error)
             continue
-        locations[query.id] = location
-        queries.add(query)
+        query_hash = text_hash(query.text)
+        query_ids.add(query.id, query_hash, location)
+        query_hashes.append(query_hash)
+        number = queries.add(query, query_hash)
         if not example.positives:
-            message = f"query {query.id!r} has no positive; every query needs a positive"
-            unanswerable.add(location.error(message))
+            without_positive[number] = location
         scored += example.scores is not None
-        used: set[int] = set()  # row numbers of the passages of this example
         for name in _LISTS:
             scores = getattr(example.scores, name, None)
-            for number, passage in enumerate(getattr(example, name)):
-                content = hash((passage.title, passage.text))
-                row = rows.get(passage.id)
+            for position, passage in enumerate(getattr(example, name)):
+                passage_hash = text_hash(passage.content)
+                passage_ids.add(passage.id, passage_hash, location)
+                row = rows.get(passage_hash)
                 if row is None:
-                    row = passages.add(passage)
-                    rows[passage.id] = row
-                    contents.append(content)
-                elif contents[row] != content:
-                    message = f"passage id {passage.id!r} occurs with two texts"
-                    conflicts.add(
-                        location.error(f"{message}; an id must always have the same text")
-                    )
-                if row not in used:  # a passage is in one list of an example, the first
-                    used.add(row)
-                    lists[name].add(row, math.nan if scores is None else scores[number])
+                    row = passages.add(passage, passage_hash)
+                    rows[passage_hash] = row
+                lists[name].add(row, math.nan if scores is None else scores[position])
             lists[name].end()
-    for name in _LISTS:
-        lists[name].save(folder, name, bool(scored) and name in ("positives", "negatives"))
+    fingerprints = [queries.close(), passages.close()]
+
+    first = first_with_same_text(np.array(query_hashes, dtype=np.int64))
+    kept_rows = np.unique(first)
+    grouped = {name: lists[name].ragged().merged(first).distinct() for name in _LISTS}
+    positives = grouped["positives"]
+    is_positive = grouped["negatives"].contained_in(positives)
+    negatives = grouped["negatives"].where(~is_positive)
+    others = grouped["others"]
+    others = others.where(~(others.contained_in(positives) | others.contained_in(negatives)))
+    for name, ragged in (("positives", positives), ("negatives", negatives), ("others", others)):
+        _save_lists(folder, name, ragged, bool(scored) and name != "others")
+    if len(kept_rows) < len(first) or query_ids.repeated:
+        fingerprints[0] = _rewrite(folder / "queries.arrow", QUERY_COLUMNS, kept_rows, query_ids)
+    if passage_ids.repeated:
+        fingerprints[1] = _rewrite(folder / "passages.arrow", PASSAGE_COLUMNS, None, passage_ids)
+
+    unanswerable = np.flatnonzero(positives.lengths == 0)
+    problems = [
+        {
+            "count": len(unanswerable),
+            "text": "queries without a positive are skipped",
+            "first": _first_without_positive(without_positive, kept_rows[unanswerable]),
+        },
+        {
+            "count": int(is_positive.sum()),
+            "text": "hard negatives have the text of a positive of their query; they are left out",
+            "first": f"{path}: a hard negative has the text of a positive of its query",
+        },
+        query_ids.problem(),
+        passage_ids.problem(),
+    ]
     return {
-        "fingerprint": queries.close() + passages.close(),
-        "examples": len(locations),
-        "answerable": len(locations) - unanswerable.count,
-        "problems": [vars(problem) for problem in (unanswerable, conflicts) if problem.count],
+        "fingerprint": "".join(fingerprints),
+        "examples": len(kept_rows),
+        "answerable": len(kept_rows) - len(unanswerable),
+        "problems": [problem for problem in problems if problem["count"]],
     }
 
 
-@dataclass
-class _Problem:
-    """Problem that causes a warning: description, count, and message of the first case."""
+def _first_without_positive(locations: dict[int, SourceLocation], rows: np.ndarray) -> str:
+    if not len(rows):
+        return ""
+    message = "the query has no positive; every query needs a positive"
+    return str(locations[int(rows[0])].error(message))
 
-    text: str
-    count: int = 0
-    first: str = ""
 
-    def add(self, error: InputError) -> None:
-        self.count += 1
-        self.first = self.first or str(error)
+class _Ids:
+    """Ids of queries or passages, and the ids among them that are used for several texts."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._text: dict[str, int] = {}  # id -> hash of its first text
+        self.repeated: dict[str, InputError] = {}  # id with several texts -> error at the second
+
+    def add(self, key: str, hashed: int, location: SourceLocation) -> None:
+        if self._text.setdefault(key, hashed) != hashed and key not in self.repeated:
+            self.repeated[key] = location.error(
+                f"{self._what} id {key!r} occurs with two texts; an id must always have the same "
+                "text"
+            )
+
+    def problem(self) -> dict[str, Any]:
+        plural = {"query": "queries", "passage": "passages"}[self._what]
+        return {
+            "count": len(self.repeated),
+            "text": f"{self._what} ids stand for several texts; these {plural} get new ids",
+            "first": str(next(iter(self.repeated.values()), "")),
+        }
+
+
+def _rewrite(path: Path, columns: tuple[str, ...], rows: np.ndarray | None, ids: _Ids) -> str:
+    """Write a table again: only ``rows`` (None: all), and with a new id for each repeated id.
+
+    A new id is a hash of the text. Returns the hash of all rows.
+    """
+    table = Dataset.from_file(str(path))
+    hashes = np.array(text_hashes(path))
+    new = path.with_name(f"new-{path.name}")
+    writer = TableWriter(new, columns)
+    numbers = np.arange(len(table)) if rows is None else rows
+    for start in range(0, len(numbers), _BATCH):
+        part = numbers[start : start + _BATCH]
+        read = table[part]
+        texts = zip(*(read[column] for column in columns), strict=True)
+        for (key, *text), hashed in zip(texts, hashes[part].tolist(), strict=True):
+            if key in ids.repeated:
+                key = f"unnamed-{content_id(text[0] if len(text) > 1 else '', text[-1])}"
+            writer.add((key, *text), hashed)
+    digest = writer.close()
+    os.replace(new, path)
+    os.replace(hashes_file(new), hashes_file(path))
+    return digest
 
 
 class _Lists:
@@ -227,21 +302,19 @@ class _Lists:
         """End the current list."""
         self._ends.append(len(self._values))
 
-    def save(self, folder: Path, name: str, with_scores: bool) -> None:
-        np.save(
-            folder / f"{name}_offsets.npy", np.array(self._ends, dtype=np.int64), allow_pickle=False
-        )
-        np.save(
-            folder / f"{name}_values.npy",
+    def ragged(self) -> Ragged:
+        return Ragged(
+            np.array(self._ends, dtype=np.int64),
             np.array(self._values, dtype=np.int64),
-            allow_pickle=False,
+            np.array(self._scores, dtype=np.float32),
         )
-        if with_scores:
-            np.save(
-                folder / f"{name}_scores.npy",
-                np.array(self._scores, dtype=np.float32),
-                allow_pickle=False,
-            )
+
+
+def _save_lists(folder: Path, name: str, lists: Ragged, with_scores: bool) -> None:
+    np.save(folder / f"{name}_offsets.npy", lists.offsets, allow_pickle=False)
+    np.save(folder / f"{name}_values.npy", lists.values, allow_pickle=False)
+    if with_scores:
+        np.save(folder / f"{name}_scores.npy", lists.scores_or_nan, allow_pickle=False)
 
 
 def _load_lists(folder: Path, name: str) -> Ragged:
@@ -254,22 +327,14 @@ def _load_lists(folder: Path, name: str) -> Ragged:
     return Ragged(load("offsets"), load("values"), load("scores") if has_scores else None)
 
 
-def _check_texts(location: SourceLocation, example: Example, known: Container[str]) -> None:
-    """Raise InputError if the query or a passage of an example has an empty text.
-
-    A passage is not checked if an earlier passage of the file has its id; that passage's text is
-    used.
-    """
+def _check_texts(location: SourceLocation, example: Example) -> None:
+    """Raise InputError if the query or a passage of an example has an empty text."""
     if is_blank(example.query.text):
         raise location.error(
             f"query {example.query.id!r} has an empty text; every query needs a text"
         )
-    checked: set[str] = set()
     for passage in (*example.positives, *example.negatives, *example.others):
-        if passage.id in checked or passage.id in known:
-            continue
         if is_blank(passage.text):
             raise location.error(
                 f"passage {passage.id!r} has an empty text; every passage needs a text"
             )
-        checked.add(passage.id)

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset
 
 from contaccum.config import DataPolicy
 from contaccum.data.corpus import REPAIR, find_rows, open_corpus, open_queries
 from contaccum.data.examples import ExampleTable, load_examples
+from contaccum.data.identity import text_hash
 from contaccum.data.tables import Ragged
 from contaccum.errors import InputError
 from contaccum.formats.readers import beir_file, read_qrels
@@ -45,6 +47,7 @@ class JudgedSplit(RetrievalSet):
     """One split of a BEIR folder. Unlike in a RetrievalSet, a query may have no positive."""
 
     source: Path  # the qrels file
+    passage_hashes: np.ndarray  # (n,) int64, hash of the text of each passage of the corpus
     rows: dict[str, int]  # judged passages of the corpus: passage id -> row number
     judgements: int  # number of lines of the qrels file, repeated lines included
     unknown: dict[str, int]  # judged passages that the corpus lacks: passage id -> line number
@@ -90,6 +93,8 @@ class JudgedSplit(RetrievalSet):
         return ExampleTable(
             queries,
             self.corpus,
+            np.array([text_hash(text) for text in self.queries.values()], dtype=np.int64),
+            self.passage_hashes,
             Ragged.of(positives),
             Ragged.of(negatives),
             Ragged.of(others),
@@ -138,6 +143,7 @@ def judged_split(path: Path, split: str, policy: DataPolicy) -> JudgedSplit:
         qrels=grades.qrels,
         corpus_hash=corpus.fingerprint,
         source=source,
+        passage_hashes=corpus.hashes,
         rows=rows,
         judgements=grades.judgements,
         unknown={key: line for key, line in grades.passage_lines.items() if key not in rows},

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from contaccum.batch import MISSING, NO_PASSAGE
+from contaccum.batch import MISSING
 from contaccum.data.train_set import TrainSet
 from contaccum.errors import InputError
 
@@ -38,7 +38,6 @@ class StepRows(NamedTuple):
     queries: np.ndarray  # (N,) int64, row numbers in TrainSet.queries
     # (N, 1 + H) int64, rows of TrainSet.passages or MISSING, the positive first
     passages: np.ndarray
-    positives: np.ndarray  # (N, P) int64, all known positives of each query, padded with NO_PASSAGE
     teacher: np.ndarray | None = None  # (N, 1 + H) float32, teacher scores, NaN if missing
 
 
@@ -108,15 +107,12 @@ class StepSampler:
         queries = self._query_rows(start, count)
         passages = np.full((count, 1 + self.hard_negatives), MISSING, dtype=np.int64)  # (N, 1 + H)
         teacher = np.full(passages.shape, np.nan, dtype=np.float32)  # (N, 1 + H)
-        most = int(self._positives.lengths[queries].max())
-        positives = np.full((count, most), NO_PASSAGE, dtype=np.int64)  # (N, P)
 
         draws = random_stream(*self._seed, POSITIVES, step).random(count)
         for number, query in enumerate(queries):
             known = self._positives.row(query)
             chosen = int(draws[number] * len(known))
             passages[number, 0] = known[chosen]
-            positives[number, : len(known)] = known
             if self._positives.scores is not None:
                 teacher[number, 0] = self._positives.scores[self._positives.span(query)][chosen]
 
@@ -133,7 +129,7 @@ class StepSampler:
                     self._fill_gaps(passages[number], self._positives.row(query), random)
 
         has_scores = self._positives.scores is not None
-        return StepRows(queries, passages, positives, teacher if has_scores else None)
+        return StepRows(queries, passages, teacher if has_scores else None)
 
     def _query_rows(self, start: int, count: int) -> np.ndarray:
         """Return the queries of the examples ``start`` to ``start + count - 1``, (count,) int64."""
@@ -219,7 +215,6 @@ class MixtureSampler:
         counts = self.counts(step)
         queries = []
         passages = []
-        positives = []
         teacher = []
         for number, sampler in enumerate(self._samplers):
             if not counts[number]:
@@ -228,20 +223,12 @@ class MixtureSampler:
             first = self._first_passage[number]
             queries.append(rows.queries + self._first_query[number])
             passages.append(np.where(rows.passages == MISSING, MISSING, rows.passages + first))
-            positives.append(
-                np.where(rows.positives == NO_PASSAGE, NO_PASSAGE, rows.positives + first)
-            )
             unscored = np.full(rows.passages.shape, np.nan, dtype=np.float32)
             teacher.append(unscored if rows.teacher is None else rows.teacher)
-        width = max(part.shape[1] for part in positives)
-        for number, part in enumerate(positives):
-            missing = width - part.shape[1]
-            positives[number] = np.pad(part, ((0, 0), (0, missing)), constant_values=NO_PASSAGE)
         order = random_stream(self._seed, SHUFFLE, step).permutation(self.size)
         return StepRows(
             np.concatenate(queries)[order],
             np.concatenate(passages)[order],
-            np.concatenate(positives)[order],
             np.concatenate(teacher)[order] if self._scored else None,
         )
 

@@ -7,6 +7,7 @@ import copy
 import hashlib
 import json
 import warnings
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -92,6 +93,39 @@ class Ragged:
         """Replace each value by its index in ``used``, which is sorted and contains every value."""
         return replace(self, values=np.searchsorted(used, self.values))
 
+    def where(self, kept: np.ndarray) -> "Ragged":
+        """Return the lists without the values for which ``kept``, (offsets[n],) bool, is false."""
+        offsets = np.concatenate([[0], np.cumsum(kept)])[self.offsets]
+        return self.chosen(Ragged(offsets, np.flatnonzero(kept)))
+
+    def contained_in(self, other: "Ragged") -> np.ndarray:
+        """Return for each value whether the same list of ``other`` has it, (offsets[n],) bool."""
+        _, numbers = np.unique(np.concatenate([self.values, other.values]), return_inverse=True)
+        width = int(numbers.max(initial=0)) + 1
+        owners = [np.repeat(np.arange(len(lists)), lists.lengths) for lists in (self, other)]
+        keys = np.concatenate(owners) * width + numbers
+        return np.isin(keys[: len(self.values)], keys[len(self.values) :])
+
+    def merged(self, groups: np.ndarray) -> "Ragged":
+        """Concatenate the lists that have the same number in ``groups``, (n,) int64.
+
+        Returns one list for each different number, in ascending order of the numbers.
+        """
+        different, numbers = np.unique(groups, return_inverse=True)
+        order = np.argsort(numbers, kind="stable")
+        lists = self.take(order)
+        ends = np.cumsum(np.bincount(numbers, minlength=len(different)))
+        return replace(lists, offsets=lists.offsets[np.concatenate([[0], ends])])
+
+    def distinct(self) -> "Ragged":
+        """Keep only the first occurrence of each value in each list."""
+        _, numbers = np.unique(self.values, return_inverse=True)
+        width = int(numbers.max(initial=0)) + 1
+        keys = np.repeat(np.arange(len(self)), self.lengths) * width + numbers
+        kept = np.zeros(len(keys), dtype=bool)
+        kept[np.unique(keys, return_index=True)[1]] = True
+        return self.where(kept)
+
     @classmethod
     def of(cls, rows: Iterable[Iterable[int]]) -> "Ragged":
         values: list[int] = []
@@ -117,7 +151,11 @@ class Ragged:
 
 
 class TableWriter:
-    """Writes an Arrow file of strings and computes a hash of all rows."""
+    """Writes an Arrow file of strings, and computes a hash of all rows.
+
+    The hash of each row's text (see ``text_hash``) goes to a second file, which ``text_hashes``
+    reads.
+    """
 
     def __init__(self, path: Path, columns: tuple[str, ...]) -> None:
         self._schema = pa.schema([(name, pa.string()) for name in columns])
@@ -125,11 +163,14 @@ class TableWriter:
         self._stream = pa.ipc.new_stream(self._sink, self._schema)
         self._digest = hashlib.blake2b(digest_size=16)
         self._rows: list[tuple[str, ...]] = []
+        self._path = path
+        self._text_hashes = array("q")
         self.rows = 0
 
-    def add(self, row: tuple[str, ...]) -> int:
+    def add(self, row: tuple[str, ...], text_hash: int) -> int:
         """Add a row with one string per column. Return the number of the row, counted from 0."""
         self._rows.append(row)
+        self._text_hashes.append(text_hash)
         self.rows += 1
         if len(self._rows) == _ROWS:
             self._flush()
@@ -153,7 +194,20 @@ class TableWriter:
             self._flush()
         self._stream.close()
         self._sink.close()
+        hashes = np.array(self._text_hashes, dtype=np.int64)  # (rows,)
+        np.save(hashes_file(self._path), hashes, allow_pickle=False)
         return self._digest.hexdigest()
+
+
+def hashes_file(table: Path) -> Path:
+    """Return the file with the hashes of the texts of a table."""
+    return table.with_suffix(".hashes.npy")
+
+
+def text_hashes(table: Path) -> np.ndarray:
+    """Return the hash of each row's text in a file of ``TableWriter``, (rows,) int64."""
+    hashes: np.ndarray = np.load(hashes_file(table), mmap_mode="r", allow_pickle=False)
+    return hashes
 
 
 class CachedTables(NamedTuple):

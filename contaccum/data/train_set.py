@@ -4,13 +4,15 @@ import hashlib
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets
 
 from contaccum.data.examples import ExampleTable
+from contaccum.data.identity import first_with_same_text, text_hash
 from contaccum.data.tables import Ragged
 from contaccum.errors import InputError
 
@@ -24,7 +26,11 @@ class TrainSet:
     """
 
     queries: Dataset  # n rows, columns id and text
-    passages: Dataset  # columns id, title, text
+    passages: Dataset  # m rows, columns id, title, text
+    query_hashes: (
+        np.ndarray
+    )  # (n,) int64, hash of each query's text (and of its prefix in a mixture)
+    passage_hashes: np.ndarray  # (m,) int64, hash of each passage's text
     positives: Ragged  # n lists, none empty
     negatives: Ragged  # n lists; all are empty if no hard negatives were requested
     fingerprint: str  # hash of all content (not of paths), in hexadecimal
@@ -34,6 +40,21 @@ class TrainSet:
     def members(self) -> "tuple[Member, ...]":
         """The sets of a mixture. A set that is not a mixture has one member: itself."""
         return self.parts or (Member(self),)
+
+    @cached_property
+    def passage_numbers(self) -> np.ndarray:
+        """Number of each passage, (m,) int64: the row number of the first passage with its text."""
+        return first_with_same_text(self.passage_hashes)
+
+    @cached_property
+    def relevant(self) -> Ragged:
+        """Numbers of all passages known to be relevant for each query, n lists.
+
+        These are the positives of all queries with the same text, also in other sets of a mixture.
+        """
+        numbers = replace(self.positives, values=self.passage_numbers[self.positives.values])
+        _, same = np.unique(self.query_hashes, return_inverse=True)
+        return numbers.merged(same).distinct().take(same)
 
     def texts(self) -> list[str]:
         """Return the texts of all queries and passages, with titles, to learn a vocabulary from."""
@@ -113,6 +134,8 @@ def mixture_of(members: Sequence[Member]) -> TrainSet:
     return TrainSet(
         queries=concatenate_datasets([part.queries for part in sets]),
         passages=concatenate_datasets([part.passages for part in sets]),
+        query_hashes=np.concatenate([_prefixed_hashes(member) for member in members]),
+        passage_hashes=np.concatenate([part.passage_hashes for part in sets]),
         positives=Ragged.concatenated([part.positives for part in sets], sizes),
         negatives=Ragged.concatenated([part.negatives for part in sets], sizes),
         fingerprint=hashlib.blake2b(fingerprints.encode(), digest_size=16).hexdigest(),
@@ -120,25 +143,53 @@ def mixture_of(members: Sequence[Member]) -> TrainSet:
     )
 
 
+def _prefixed_hashes(member: Member) -> np.ndarray:
+    """Return hashes of the queries of a set: with different prefixes, equal texts are different."""
+    if member.query_prefix is None:
+        return member.set.query_hashes
+    return member.set.query_hashes ^ text_hash(member.query_prefix)
+
+
 def from_examples(examples: ExampleTable, hard_negatives: int) -> TrainSet:
     """Make a training set of the examples that have a positive.
 
-    If ``hard_negatives`` is 0, the set has no negatives.
+    Queries with the same text become one query with the passages of all of them. A hard negative
+    with the text of a positive is left out, and a warning gives the number. If ``hard_negatives``
+    is 0, the set has no negatives.
     """
-    kept = np.flatnonzero(examples.positives.lengths)
+    first = first_with_same_text(examples.query_hashes)
+    rows = np.unique(first)
+    positives, negatives, others = (
+        lists.merged(first).distinct()
+        for lists in (examples.positives, examples.negatives, examples.others)
+    )
+    hashes = examples.passage_hashes
+    positive_texts = replace(positives, values=hashes[positives.values])
+    is_positive = replace(negatives, values=hashes[negatives.values]).contained_in(positive_texts)
+    if is_positive.any():
+        warnings.warn(
+            f"{int(is_positive.sum())} hard negatives have the text of a positive of their query; "
+            "they are left out",
+            stacklevel=4,
+        )
+    negatives = negatives.where(~is_positive)
+    others = others.where(
+        ~replace(others, values=hashes[others.values]).contained_in(positive_texts)
+    )
+    kept = np.flatnonzero(positives.lengths)
     # n lists of hard negatives, then n lists of other negatives
-    pool = Ragged.concatenated([examples.negatives, examples.others], [0, 0])
+    pool = Ragged.concatenated([negatives, others], [0, 0])
     chosen: list[list[int]] = []  # for each kept query, indices of its negatives in ``pool.values``
     for number in kept.tolist():
         if not hard_negatives:
             chosen.append([])
             continue
         hard = pool.span(number)
-        others = pool.span(len(examples.negatives) + number)
+        further = pool.span(len(rows) + number)
         missing = max(0, hard_negatives - (hard.stop - hard.start))
-        filled = range(others.start, others.stop)[:missing]
+        filled = range(further.start, further.stop)[:missing]
         chosen.append([*range(hard.start, hard.stop), *filled])
-    return _train_set(examples, kept, examples.positives.take(kept), pool.chosen(Ragged.of(chosen)))
+    return _train_set(examples, rows[kept], positives.take(kept), pool.chosen(Ragged.of(chosen)))
 
 
 def _train_set(
@@ -160,7 +211,15 @@ def _train_set(
         if numbers is not None:
             digest.update(np.array(len(numbers)).tobytes())
             digest.update(numbers.tobytes())
-    return TrainSet(queries, source.passages.select(used), positives, negatives, digest.hexdigest())
+    return TrainSet(
+        queries,
+        source.passages.select(used),
+        source.query_hashes[rows],
+        source.passage_hashes[used],
+        positives,
+        negatives,
+        digest.hexdigest(),
+    )
 
 
 def subset(train_set: TrainSet, queries: np.ndarray) -> TrainSet:

@@ -88,7 +88,7 @@ def _query(record: Record, field: str, location: SourceLocation, number: int) ->
     a passage that has the same id as the query.
     """
     text = string_field(record, field, location)
-    if record.get("query_id") is None:
+    if record.get("query_id") in (None, ""):
         return Query(f"unnamed-query-{number}", text)
     return Query(id_field(record, "query_id", location), text)
 
@@ -97,7 +97,7 @@ def _passage(record: Record, location: SourceLocation, id_name: str) -> Passage:
     """Read a passage. If it has no id, its id is a hash of title and text."""
     title = title_field(record, location)
     text = string_field(record, "text", location)
-    if record.get(id_name) is None:
+    if record.get(id_name) in (None, ""):
         return Passage(content_id(title, text), title, text)
     return Passage(id_field(record, id_name, location), title, text)
 
@@ -144,21 +144,23 @@ def _read_jsonl(record: Record, location: SourceLocation, number: int, scores: b
 def _texts(record: Record, name: str, location: SourceLocation) -> list[Passage]:
     """Read the field ``pos`` or ``neg``: a list of strings, or one string.
 
-    The ids of the passages are in ``pos_id`` or ``neg_id``. If this field is missing, the id of a
-    passage is a hash of its text.
+    The ids of the passages are in ``pos_id`` or ``neg_id``. The id of a passage without an id is a
+    hash of its text.
     """
     if isinstance(record.get(name), str):
         record = {**record, name: [record[name]]}
     texts = list_field(record, name, location, _string, required=name == "pos")
     ids = list_field(record, f"{name}_id", location, _id)
     if not ids:
-        ids = [content_id("", text) for text in texts]
+        ids = [""] * len(texts)
     if len(ids) != len(texts):
         raise location.error(
             f"found {len(ids)} ids in '{name}_id' but {len(texts)} texts in {name!r}; each text "
             "needs one id"
         )
-    return [Passage(key, "", text) for key, text in zip(ids, texts, strict=True)]
+    return [
+        Passage(key or content_id("", text), "", text) for key, text in zip(ids, texts, strict=True)
+    ]
 
 
 def _string(value: Any, location: SourceLocation) -> str:
@@ -168,7 +170,7 @@ def _string(value: Any, location: SourceLocation) -> str:
 
 
 def _id(value: Any, location: SourceLocation) -> str:
-    return id_field({"id": value}, "id", location)
+    return "" if value in (None, "") else id_field({"id": value}, "id", location)
 
 
 def _write_jsonl(example: Example) -> Record:
@@ -253,7 +255,7 @@ def _context(value: Any, location: SourceLocation) -> Passage:
     record = record_of(
         value, location, "a context (an object with title, text and optionally passage_id)"
     )
-    has_passage_id = record.get("passage_id") is not None
+    has_passage_id = record.get("passage_id") not in (None, "")
     return _passage(record, location, "passage_id" if has_passage_id else "psg_id")
 
 

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, SearchConfig
 from contaccum.data.corpus import find_rows
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
+from contaccum.data.identity import text_hash
 from contaccum.errors import InputError
 from contaccum.formats.records import Example, Passage, TeacherScores, record_line, whole_records
 from contaccum.formats.training import TrainingKind, example_record, framed
@@ -99,31 +100,30 @@ class Miner:
         Their statistics are added to ``statistics``.
         """
         examples = list(self.queries.examples.part(start, stop))
-        passages = self.queries.passages
-        row_of = find_rows(
-            passages, {passage.id for example in examples for passage in example.positives}
-        )
-        positives = [[row_of[passage.id] for passage in example.positives] for example in examples]
+        positives = [self.queries.positives(example) for example in examples]
         known = [self.queries.known(example) for example in examples]
         # search deeper by the number of known passages, so that range_max candidates remain when
         # they are left out
         depth = self.settings.range_max + max(map(len, known), default=0)
-        texts = [example.query.text for example in examples]
-        candidates, positive_scores = [], []
-        for (hits, scores), left_out in zip(
-            self.retriever.search_with_positives(texts, positives, depth), known, strict=True
-        ):
-            candidates.append(
-                [hit for hit in hits if hit[0] not in left_out][: self.settings.range_max]
-            )
+        results = self.retriever.search_with_positives(
+            [example.query.text for example in examples],
+            [[row for _, row in places] for places in positives],
+            depth,
+        )
+        candidates = []
+        positive_scores = []
+        for (hits, scores), places, left_out in zip(results, positives, known, strict=True):
+            copies = left_out.difference(key for key, _ in places)
+            statistics.removed["same text"] += sum(key in copies for key, _ in hits)
+            kept = [hit for hit in hits if hit[0] not in left_out]
+            candidates.append(kept[: self.settings.range_max])
             positive_scores.append(scores)
-        row_of = find_rows(passages, {passage_id for hits in candidates for passage_id, _ in hits})
+        corpus = self.queries.corpus
+        row_of = find_rows(corpus, {passage_id for hits in candidates for passage_id, _ in hits})
         lines = []
         for number, example in enumerate(examples):
             hits = candidates[number]
-            found = list(
-                Passage.of_columns(passages[[row_of[passage_id] for passage_id, _ in hits]])
-            )
+            found = list(Passage.of_columns(corpus[[row_of[passage_id] for passage_id, _ in hits]]))
             scores = np.array([score for _, score in hits])
             lines.append(
                 self._line(
@@ -148,10 +148,10 @@ class Miner:
         number: position of the example in the data. scores: scores of the candidates, (n,),
         descending. positive_scores: (P,).
         """
-        # text -> position of the best candidate with this text
-        first_with_text: dict[str, int] = {}
+        # hash of a text -> position of the best candidate with this text
+        first_with_text: dict[int, int] = {}
         for position, passage in enumerate(candidates):
-            first_with_text.setdefault(passage.content, position)
+            first_with_text.setdefault(text_hash(passage.content), position)
         removed = {"same text": len(candidates) - len(first_with_text)}
         candidates = [candidates[position] for position in first_with_text.values()]
         scores = scores[list(first_with_text.values())]

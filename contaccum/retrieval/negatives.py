@@ -1,6 +1,5 @@
 """Choose the hard negatives of a query: without positives and copies, filtered by score."""
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -8,15 +7,19 @@ from datasets import Dataset, concatenate_datasets
 from safetensors import SafetensorError
 
 from contaccum.config.commands import MineConfig
-from contaccum.data.corpus import find_rows
 from contaccum.data.examples import ExampleTable
+from contaccum.data.identity import text_hash
 from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
 from contaccum.errors import InputError, install_command, library_errors
-from contaccum.formats.records import Example, Passage, content_id
+from contaccum.formats.records import Example, Passage
 
 
 class MiningQueries:
-    """Queries that need negatives, the corpus, and the passages that must not become negatives."""
+    """Queries that need negatives, the corpus, and the passages that must not become negatives.
+
+    A passage is recognized by its text, not by its id: the corpus may have other ids than the
+    examples.
+    """
 
     def __init__(self, examples: ExampleTable, corpus: Dataset | None = None) -> None:
         """corpus: passages that may become negatives (columns id, title, text).
@@ -24,60 +27,63 @@ class MiningQueries:
         None: the passages of the examples.
         """
         self.examples = examples
-        self._answers: dict[str, dict[str, str]] = {}
-        """Hash of a query text -> id of each positive -> hash of the positive's text."""
-        for example in examples:
-            own = self._answers.setdefault(_text_hash(example.query.text), {})
-            own.update((passage.id, _text_hash(passage.content)) for passage in example.positives)
         self.corpus = examples.passages if corpus is None else corpus
-        positives = {key for own in self._answers.values() for key in own}
-        self.extra = None if corpus is None else _missing(examples.passages, corpus, positives)
+        # hash of a query text -> hashes of the texts that no negative of the query may have
+        self._forbidden: dict[int, set[int]] = {}
+        positives: set[int] = set()  # hashes of all positives
+        for example in examples:
+            query = text_hash(example.query.text)
+            forbidden = self._forbidden.setdefault(query, {query})
+            for passage in example.positives:
+                positives.add(text_hash(passage.content))
+                forbidden |= {text_hash(passage.content), text_hash(passage.text)}
+
+        # hash of a forbidden text -> ids of the passages with this text, with or without a title
+        self._ids: dict[int, list[str]] = {
+            text: [] for texts in self._forbidden.values() for text in texts
+        }
+        self._places: dict[int, tuple[str, int]] = {}  # hash of a positive -> its id and row
+        row = 0
+        for batch in column_batches(self.corpus, PASSAGE_COLUMNS):
+            for passage in Passage.of_columns(batch):
+                content = text_hash(passage.content)
+                for text in {content, text_hash(passage.text)}:
+                    if text in self._ids:
+                        self._ids[text].append(passage.id)
+                if content in positives:
+                    self._places.setdefault(content, (passage.id, row))
+                row += 1
+
+        self.extra: Dataset | None = None
         """Positives that ``corpus`` lacks, or None if there are none. They are scored, but no query
         gets them as negatives."""
-        self.passages = (
-            self.corpus if self.extra is None else concatenate_datasets([self.corpus, self.extra])
-        )
+        self.passages = self.corpus
         """Passages of ``corpus``, followed by the passages of ``extra``."""
-        self._ids_of_text: dict[str, list[str]] = {
-            text: [] for query, own in self._answers.items() for text in (query, *own.values())
-        }
-        """Hash of the text of a query or of a positive -> ids of the passages with this text.
-        ``known`` looks up these ids."""
-        for batch in column_batches(self.passages, PASSAGE_COLUMNS):
-            for passage in Passage.of_columns(batch):
-                for key in {_text_hash(passage.content), _text_hash(passage.text)}:
-                    if key in self._ids_of_text:
-                        self._ids_of_text[key].append(passage.id)
+        missing = np.array(sorted(positives - self._places.keys()), dtype=np.int64)
+        if len(missing):
+            hashes = np.asarray(examples.passage_hashes)
+            rows = np.flatnonzero(np.isin(hashes, missing))
+            rows = rows[np.unique(hashes[rows], return_index=True)[1]]
+            # copy the rows: to read a column after Dataset.select, datasets would read all rows of
+            # the table
+            self.extra = Dataset.from_dict(examples.passages[rows], features=self.corpus.features)
+            self.passages = concatenate_datasets([self.corpus, self.extra])
+            for place, (key, number) in enumerate(zip(self.extra["id"], rows, strict=True), row):
+                self._places[int(hashes[number])] = (key, place)
+
+    def positives(self, example: Example) -> list[tuple[str, int]]:
+        """Return id and row number in ``passages`` of the positives of an example."""
+        return [self._places[text_hash(passage.content)] for passage in example.positives]
 
     def known(self, example: Example) -> set[str]:
-        """Return the ids of passages that must not become negatives of an example.
+        """Return the ids of passages in ``corpus`` that must not become negatives of an example.
 
-        These are the positives of the example, and of all other examples with the same query text.
-        Passages with the same text as the query or as one of these positives are also included.
+        These are the passages with the text of a positive of the example, or of another example
+        with the same query text, whatever their titles, and the passages with the text of the
+        query.
         """
-        query = _text_hash(example.query.text)
-        answers = self._answers[query]
-        return set(answers).union(*(self._ids_of_text[key] for key in (query, *answers.values())))
-
-
-def _missing(examples_corpus: Dataset, corpus: Dataset, ids: Collection[str]) -> Dataset | None:
-    """Return the passages of ``examples_corpus`` with an id in ``ids`` but not in ``corpus``.
-
-    Return None if there are none.
-    """
-    known = find_rows(corpus, ids)
-    rows = find_rows(examples_corpus, [key for key in ids if key not in known])
-    # copy the rows: to read a column after Dataset.select, datasets would read all rows of the
-    # table
-    return (
-        Dataset.from_dict(examples_corpus[sorted(rows.values())], features=corpus.features)
-        if rows
-        else None
-    )
-
-
-def _text_hash(text: str) -> str:
-    return content_id("", text.strip())
+        forbidden = self._forbidden[text_hash(example.query.text)]
+        return {key for text in forbidden for key in self._ids[text]}
 
 
 class Selection(NamedTuple):

@@ -283,7 +283,7 @@ def test_check_lists_all_errors_of_a_beir_folder(added, sentences, tmp_path, cap
         (
             "train.jsonl",
             lines(PAIRS[0], {**PAIRS[1], "pos": 5}, PAIRS[0], {**PAIRS[2], "pos": [""]}),
-            [":2: field 'pos' is the number 5", ":3: duplicate query id 'q0'", ":4: passage"],
+            [":2: field 'pos' is the number 5", ":4: passage"],
         ),
         (
             "train.json",

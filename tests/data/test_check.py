@@ -92,11 +92,11 @@ def test_check_reports_statistics_of_examples(tmp_path):
         ),
     ]
     found = check(write(tmp_path / "t.json", json.dumps(records)))
-    assert (found["kind"], found["examples"], found["passages"]) == ("dpr", 2, 6)
-    assert found["passages without a title"] == 2
-    assert found["passages that repeat another's text"] == 1
+    assert (found["kind"], found["examples"], found["passages"]) == ("dpr", 2, 5)
+    assert found["passages without a title"] == 1
+    assert found["passages that repeat another's text"] == 0  # both are stored as one passage
     assert found["words per query"] == {"min": 1, "median": 1.5, "mean": 1.5, "max": 2}
-    assert found["positives per query"]["mean"] == 2.0
+    assert found["positives per query"]["mean"] == 1.5
     assert found["hard negatives per query"] == {"min": 0, "median": 0.5, "mean": 0.5, "max": 1}
     assert found["other negatives per query"]["max"] == 1
 

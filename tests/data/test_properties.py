@@ -156,17 +156,22 @@ def test_a_trec_run_round_trips(tmp_path, scores):
     st.permutations(["beir", "dpr", "tevatron", "jsonl"]),
 )
 def test_unusual_ids_and_texts_round_trip_in_every_format(tmp_path_factory, queries, forms):
-    """Give each id the first text it appears with."""
+    """Give each id the first text it appears with, and make all texts different."""
     folder = tmp_path_factory.mktemp("trip")
     known: dict[str, str] = {}
     records = []
-    for key, (text, positives) in queries.items():
+    for number, (key, (text, positives)) in enumerate(queries.items()):
         own = {
-            passage: known.setdefault(passage, content.strip())
+            passage: known.setdefault(passage, f"{len(known)} {content.strip()}".strip())
             for passage, content in positives.items()
         }
         records.append(
-            {"query_id": key, "query": text, "pos": list(own.values()), "pos_id": list(own)}
+            {
+                "query_id": key,
+                "query": f"{number} {text}",
+                "pos": list(own.values()),
+                "pos_id": list(own),
+            }
         )
     source = write(folder / "source.jsonl", lines(*records))
     for form in forms:

@@ -209,11 +209,6 @@ def test_invalid_examples_are_refused(tmp_path, records, words):
     assert all(word in sentence for word in words), sentence
 
 
-def test_query_ids_repeated_on_one_line_of_a_list_are_refused(tmp_path):
-    records = [dpr("one?", [context(1)], query_id="a"), dpr("two?", [context(1)], query_id="a")]
-    assert "record 2" in refusal(load_examples, write(tmp_path / "t.json", json.dumps(records)))
-
-
 def test_a_record_without_a_positive_is_counted_or_refused_each_time(tmp_path):
     path = write(
         tmp_path / "t.jsonl", lines(dpr("one?", [context(1)]), dpr("two?", []), dpr("three?", []))
@@ -223,16 +218,6 @@ def test_a_record_without_a_positive_is_counted_or_refused_each_time(tmp_path):
             assert open_retrieval_set(path).queries == {"unnamed-query-1": "one?"}
     sentence = refusal(load_examples, path, strict=True)
     assert ":2" in sentence
-    assert "'unnamed-query-2'" in sentence
-
-
-def test_two_texts_under_one_id_are_counted_or_refused(tmp_path):
-    path = write(
-        tmp_path / "t.jsonl", lines(dpr("one?", [context(1)]), dpr("two?", [context(1, "other")]))
-    )
-    with pytest.warns(UserWarning, match="1 passages"):
-        assert load_examples(path).passages["text"][:] == ["text 1"]
-    assert ":2" in refusal(load_examples, path, strict=True)
 
 
 def test_ragged_returns_the_packed_lists():

@@ -90,7 +90,9 @@ def slowly(
     found = []
     for example in queries.examples:
         own = scores[example.query.text]
-        texts = {example.query.text, *(passage.content for passage in example.positives)}
+        texts = {example.query.text}
+        for passage in example.positives:
+            texts |= {passage.content, passage.text}
         lowest = min(own[passage.id] for passage in example.positives)
         ranking = sorted(
             ((own[row["id"]], row["id"], row) for row in queries.corpus), key=lambda hit: -hit[0]
@@ -428,7 +430,47 @@ def test_positives_of_a_query_that_stands_in_several_records_are_nobodys_negativ
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     queries = MiningQueries(open_examples(tmp_path / "data.jsonl"))
     found = mined(queries, dense(queries), tmp_path, num_negatives=3, range_max=3)
-    assert [sorted(row["neg_id"]) for row in found] == [["p1"], ["p0", "p2"], ["p1"]]
+    assert [sorted(row["pos_id"]) for row in found] == [["p0", "p2"], ["p1"]]
+    assert [sorted(row["neg_id"]) for row in found] == [["p1"], ["p0", "p2"]]
+
+
+def test_copies_of_a_positive_are_no_negatives_whatever_their_ids_and_titles(tmp_path):
+    text = "A red fox sleeps in the valley."
+    record = {"query": "where does the fox sleep", "pos": [text], "pos_id": ["1"]}
+    (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
+    passages = {
+        "9": ("", text),
+        "titled": ("Foxes", text),
+        "broken": ("", "A red fox\nsleeps in  the valley."),
+        "1": ("", "A red fox runs in the valley."),  # another passage with the id of the positive
+        "2": ("", "A red fox sleeps in the valley!"),
+    }
+    with (tmp_path / "corpus.jsonl").open("w") as file:
+        for key, (title, passage) in passages.items():
+            file.write(json.dumps({"_id": key, "title": title, "text": passage}) + "\n")
+    queries = MiningQueries(
+        open_examples(tmp_path / "data.jsonl"), open_corpus(tmp_path / "corpus.jsonl")
+    )
+    assert queries.extra is None
+    output = tmp_path / "mined.jsonl"
+    settings = MineConfig(num_negatives=5, range_max=5)
+    report = Miner(queries, dense(queries), settings).write(output, {})
+    assert sorted(json.loads(output.read_text())["neg_id"]) == ["1", "2"]
+    assert report["removed"]["same text"] == 2  # 9 is the positive itself
+
+
+def test_a_positive_that_the_corpus_has_under_no_id_is_scored_by_its_own_text(tmp_path):
+    record = {"query": "red fox", "pos": ["A red fox sleeps."], "pos_id": ["1"]}
+    (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "corpus.jsonl").write_text('{"_id": "1", "text": "A blue whale swims."}\n')
+    queries = MiningQueries(
+        open_examples(tmp_path / "data.jsonl"), open_corpus(tmp_path / "corpus.jsonl")
+    )
+    row = mined(queries, dense(queries), tmp_path, num_negatives=1, range_max=1)[0]
+    vectors = WordEncoder().encode_passages(["A red fox sleeps."])
+    query = WordEncoder().encode_queries(["red fox"])
+    assert row["pos_scores"] == pytest.approx([float((query @ vectors.T).item())])
+    assert row["neg_id"] == ["1"]
 
 
 def test_the_report_names_the_search_settings_that_can_change_the_negatives(data, models, tmp_path):
