@@ -34,6 +34,11 @@ def _warn(sentences: Iterable[str]) -> None:
         warnings.warn(sentence, stacklevel=2)
 
 
+def _terminal_width() -> int | None:
+    """Return the maximum length of a line of a table. None: stdout is no terminal."""
+    return 120 if sys.stdout.isatty() else None
+
+
 def _train(config: TrainConfig) -> None:
     from contaccum.config import validate
 
@@ -162,7 +167,7 @@ def _compare(options: experiments.CompareConfig, config: TrainConfig) -> object:
     from contaccum.experiments.study_report import summary
 
     page = compare(partial(with_changes, config), options)
-    return f"{summary(page.parent)}\n\n{page}"
+    return f"{summary(page.parent, _terminal_width())}\n\n{page}"
 
 
 def _auto(options: experiments.AutoConfig, config: TrainConfig) -> str:
@@ -182,7 +187,12 @@ def _report(options: experiments.ReportConfig) -> object:
     from contaccum.experiments.report import console_report
 
     return console_report(
-        list(options.runs), options.metric, options.against, options.html, options.wide
+        list(options.runs),
+        options.metric,
+        options.against,
+        options.html,
+        options.wide,
+        width=_terminal_width(),
     )
 
 
@@ -407,9 +417,9 @@ COMMANDS = {
     "report": Command(
         _report,
         "compare training runs: table, significance tests, HTML report",
-        "Print a table with one row per run, the best run first. The columns are method, metric, "
-        "step time, peak memory, gradient-norm ratio and number of negatives. --wide adds more "
-        "columns, and --against adds significance tests.",
+        "Print a table with one row per run, the best run first. The columns are the settings that "
+        "differ, metric, step time, peak memory, gradient-norm ratio and number of negatives. "
+        "--wide adds more columns, and --against adds significance tests.",
         "%(prog)s RUN [RUN ...] [--metric NAME] [--against RUN] [--html FILE] [--wide]",
         "ReportConfig",
         group="measure and compare",

@@ -104,5 +104,5 @@ class ReportConfig:
     html: str | None = setting(None, metavar="FILE")
     """HTML file to write. The page is a single file. This option needs the extra `study`."""
     wide: bool = setting(False, flag=True)
-    """Also show batch sizes, bank rows, pairs per second and the share of time spent waiting for
-    data."""
+    """Also show batch sizes, bank rows, pairs per second, the share of time spent waiting for data,
+    effect sizes and the p values of t-tests."""

@@ -365,16 +365,13 @@ class Study:
         reference = reference or [one.label for one in self.variants if one.method == self.against]
         compared = {run.folder for label in reference for run in rows.get(label, ())}
         compared |= {run.folder for run in self.baselines if run.name == self.against}
-        chosen_by_name = self.tuned or self.budget or self.options.settings
         result = StudyResult(
             metric=self.base.run.metric,
             reference=compared,
             budget=self.budget,
             tuned=self.tuned,
             failed=[f"{one.job.name}: {one.last_line}" for one in self.failed],
-            labels={run.folder: label for label, row in rows.items() for run in row}
-            if chosen_by_name
-            else {},
+            labels={run.folder: label for label, row in rows.items() for run in row},
         )
         page = write_report(
             self.output,

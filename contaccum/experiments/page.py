@@ -19,17 +19,17 @@ from jinja2 import Environment
 from contaccum.config import METHOD_SPECS
 from contaccum.errors import InputError, install_command, printable
 from contaccum.experiments.changed_queries import ChangedQueries
-from contaccum.experiments.run_records import AGES, RunGroup, mean_std
+from contaccum.experiments.run_records import AGES, MISSING, RunGroup, mean_std
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MISSING = "-"
 TEMPLATE = Path(__file__).with_name("report.html")
 INK = "#0a0b0c"
 """Color of text and axes in a plot. The HTML page replaces this color by the text color of the
 light or dark theme."""
+SHORTEST = 10  # columns of a table are not made narrower than this
 COLORS = ("#2f86d1", "#d9682b", "#2a9d72", "#c16fa5", "#c99a1b", "#58a9c9", "#8b7bd8", "#98753f")
 DASHES = ("-", "--", ":", "-.")
 MAX_POINTS = (
@@ -56,21 +56,32 @@ class Table(NamedTuple):
         shown = [column for column, head in enumerate(self.heads) if head not in heads]
         return Table([self.heads[n] for n in shown], [[row[n] for n in shown] for row in self.rows])
 
-    def markdown(self) -> str:
+    def markdown(self, width: int | None = None) -> str:
         """Return the table as Markdown.
 
-        Line breaks, control characters and vertical bars in cells are escaped.
+        Line breaks, control characters and vertical bars in cells are escaped. width: maximum
+        length of a line; the longest cells are shortened in the middle.
         """
         escapes = str.maketrans({"|": "\\|", "\n": "\\n"})
         rows = [
             [printable(cell).translate(escapes) for cell in row] for row in (self.heads, *self.rows)
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        while width and sum(widths) + 3 * len(widths) + 1 > width and max(widths) > SHORTEST:
+            widths[widths.index(max(widths))] -= 1
+        rows = [[shortened(*cell) for cell in zip(row, widths, strict=True)] for row in rows]
         lines = [rows[0], ["-" * width for width in widths], *rows[1:]]
         padded = [
             [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
         ]
         return "\n".join("| " + " | ".join(cells) + " |" for cells in padded)
+
+
+def shortened(cell: str, width: int) -> str:
+    """Return a cell with at most ``width`` characters: the start and the end of a longer one."""
+    if len(cell) <= width:
+        return cell
+    return f"{cell[: width // 2]}…{cell[len(cell) - (width - 1) // 2 :]}"
 
 
 def number(value: float | None, form: str = ".4f") -> str:
@@ -300,7 +311,8 @@ def _metric_over_bank(axes: "Axes", groups: list[RunGroup], looks: Looks, metric
     lines: dict[str, list[RunGroup]] = defaultdict(list)
     for group in filter(bank_size, groups):
         if group.scores(metric):
-            lines[re.sub(r"[ -]size=\w+", "", group.label)].append(group)
+            name = group.label if "size=" in group.label else group.settings
+            lines[re.sub(r"[ -]size=\w+", "", name)].append(group)
     if not any(len({bank_size(group) for group in members}) > 1 for members in lines.values()):
         return
     for label, members in lines.items():

@@ -31,6 +31,8 @@ WIDE_ONLY = (
     "bank",
     "pairs/s",
     "wait %",
+    "effect d",
+    "p t",
 )
 SIGNIFICANT = 0.05  # largest p value of a significant difference
 SAME_MEMORY = (
@@ -44,7 +46,12 @@ MEMORY_NOTE = (
 
 
 def console_report(
-    folders: Sequence[str], metric: str, against: str | None, page: str | None, wide: bool = False
+    folders: Sequence[str],
+    metric: str,
+    against: str | None,
+    page: str | None,
+    wide: bool = False,
+    width: int | None = None,
 ) -> str:
     """Return the table of runs as text.
 
@@ -53,7 +60,7 @@ def console_report(
     Warn if the runs were evaluated on different test queries.
 
     against: folder of the reference run of the significance tests. None: no tests. wide: True to
-    show all columns.
+    show all columns. width: maximum length of a line.
     """
     runs = [load_run_record(folder) for folder in folders]
     tested = {frozenset(run.per_query): run for run in runs if run.per_query}
@@ -70,10 +77,11 @@ def console_report(
     if against:
         by_size = [group for members in by_global_batch(groups).values() for group in members]
         found = differences(by_size, metric, [_reference_folder(runs, against)], equal_batch=False)
-    table = runs_table(runs, metric)
-    parts = [(table if wide else table.without(WIDE_ONLY)).markdown()]
+    table = runs_table(groups, metric)
+    parts = [(table if wide else table.without(WIDE_ONLY)).markdown(width)]
     if against:
-        parts.append(tests_table(found).markdown())
+        tests = tests_table(found)
+        parts.append((tests if wide else tests.without(WIDE_ONLY)).markdown(width))
     if page:
         sections = sections_of(runs, groups, metric, found)
         changed = changed_queries(groups, found, metric)
@@ -134,7 +142,7 @@ def sections_of(
         "the first step.",
         *([age] if (age := constant_age(groups)) else []),
     )
-    sections.append(Section("Runs", (), [runs_table(runs, metric)], footnotes))
+    sections.append(Section("Runs", (), [runs_table(groups, metric)], footnotes))
     if any(run.environment for run in runs):
         sections.append(Section("Environment", (), [environments(runs)]))
     return sections
@@ -216,6 +224,7 @@ def quality(groups: list[RunGroup], metric: str) -> Table:
     rows = [
         [
             group.label,
+            group.settings,
             *map(number, group.score(metric)),
             str(len(group.scores(metric))) if group.method else MISSING,
             number(group.mean("train_seconds"), ".1f"),
@@ -226,8 +235,12 @@ def quality(groups: list[RunGroup], metric: str) -> Table:
         for group in best_first(groups, metric)
     ]
     return Table(
-        ["setting", metric, "sd", "seeds", "train s", "peak MiB", "grad ratio", "negatives"], rows
-    )
+        [
+            "run", "settings", metric, "sd", "seeds", "train s", "peak MiB", "grad ratio",
+            "negatives",
+        ],
+        rows,
+    )  # fmt: skip
 
 
 def tests_table(found: list[Difference]) -> Table:
@@ -248,12 +261,12 @@ def tests_table(found: list[Difference]) -> Table:
         ]
         rows.append([*row, *p_values])
     heads = [
-        "setting",
+        "run",
         "against",
         "difference",
         "95 % interval",
         "effect d",
-        "better / worse queries",
+        "better / worse",
     ]
     return Table([*heads, "p permutation", "p t", "p seeds and queries"], rows)
 
@@ -279,7 +292,7 @@ def equal_memory(groups: list[RunGroup], metric: str) -> Table:
                 number(peaks[group.label], ".0f"),
             )
             rows.append([bounds, group.label, size, mib, *map(number, group.score(metric))])
-    return Table(["MiB", "setting", "N", "peak MiB", metric, "sd"], rows)
+    return Table(["MiB", "run", "N", "peak MiB", metric, "sd"], rows)
 
 
 def _time_section(groups: list[RunGroup], metric: str) -> Section:
@@ -332,7 +345,7 @@ def equal_time(groups: list[RunGroup], metric: str) -> tuple[float, Table] | Non
         )
     rows.sort(key=lambda row: row[1], reverse=True)
     return min(times), Table(
-        ["setting", f"dev {metric}", "sd", "seeds", "steps", "total train s"], rows
+        ["run", f"dev {metric}", "sd", "seeds", "steps", "total train s"], rows
     )
 
 
@@ -363,7 +376,7 @@ def settings_table(trained: list[RunGroup]) -> Table:
     )
 
 
-def runs_table(runs: Sequence[RunRecord], metric: str) -> Table:
+def runs_table(groups: Sequence[RunGroup], metric: str) -> Table:
     """Return a table with one row per run.
 
     The run with the best metric comes first, runs without the metric last.
@@ -373,7 +386,7 @@ def runs_table(runs: Sequence[RunRecord], metric: str) -> Table:
     """
     heads = [
         "run",
-        "method",
+        "settings",
         "N",
         "B",
         "bank",
@@ -387,7 +400,7 @@ def runs_table(runs: Sequence[RunRecord], metric: str) -> Table:
     rows = [
         [
             run.name,
-            text(run.method),
+            group.settings,
             text(run.config.get("batch.global_batch_size")),
             text(_micro_batch(run)),
             text(max((line["bank_fill"] for line in run.steps), default=None)),
@@ -399,7 +412,11 @@ def runs_table(runs: Sequence[RunRecord], metric: str) -> Table:
             number(run.median("grad_norm_ratio"), ".2f"),
             number(run.median("negatives"), ".1f"),
         ]
-        for run in sorted(runs, key=lambda run: for_order(run.score(metric)), reverse=True)
+        for group, run in sorted(
+            ((group, run) for group in groups for run in group.runs),
+            key=lambda pair: for_order(pair[1].score(metric)),
+            reverse=True,
+        )
     ]
     return Table([*heads, "negatives"], rows)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -21,8 +22,14 @@ from contaccum.runtime.files import read_json
 from contaccum.training.log import read_environment, read_log
 from contaccum.training.run_folder import CONFIG_FILE, flat, read_config
 
+MISSING = "-"  # empty cell of a table
 METRICS_FILE = "metrics.json"
 TUNED_FILE = "tuned.json"  # contains a DevScore as JSON
+
+
+SEED_SUFFIX = re.compile(
+    r"[-_. ]?(seed|s)?[-_=]?\d+$"
+)  # such as -seed1, at the end of a run's name
 
 
 class DevScore(TypedDict):
@@ -218,6 +225,7 @@ class RunGroup:
     """Runs that differ only in the seed."""
 
     label: str
+    settings: str = MISSING  # method, and the settings that differ between the runs of the report
     runs: list[RunRecord] = field(default_factory=list)
 
     @property
@@ -272,22 +280,32 @@ def group_runs(runs: list[RunRecord], labels: Mapping[Path, str] | None = None) 
 
     A second run with the same seed starts a new group. A baseline starts its own.
 
-    labels: folder of a run -> label of the run's group. Default label: the method and the settings
-    that differ.
+    labels: folder of a run -> label of the run's group. Default: the names of the runs' folders,
+    without the seed at their end.
     """
     names = varied(runs)
-    groups: dict[tuple[bool, str], RunGroup] = {}
+    groups: dict[tuple[str | None, str, int], RunGroup] = {}
     for run in runs:
         used = [name for name in names if affects(name, run.method)] if run.method else []
         values = [f"{name.partition('.')[2]}={run.config.get(name)}" for name in used]
-        label = (labels or {}).get(run.folder) or " ".join([run.method or run.name, *values])
-        key = run.method is None, label
-        if key in groups and run.seed in {other.seed for other in groups[key].runs}:
-            label = f"{label} ({run.folder})"
-        groups.setdefault((run.method is None, label), RunGroup(label)).runs.append(run)
-    for (baseline, label), group in groups.items():
-        if baseline and (False, label) in groups:  # the name of the baseline's folder is a method
-            group.label = f"{label} ({group.runs[0].folder})"
+        settings = " ".join([run.method, *values]) if run.method else MISSING
+        given = (labels or {}).get(run.folder)
+        # a number for each further group of the same settings
+        number = 0
+        while other := groups.get((given, settings, number)):
+            if run.method and run.seed not in {each.seed for each in other.runs}:
+                break
+            number += 1
+        group = groups.setdefault((given, settings, number), RunGroup(given or "", settings))
+        group.runs.append(run)
+    used_labels: set[str] = set()
+    for group in groups.values():
+        label = group.label or group.runs[0].name
+        if not group.label and len(group.runs) > 1:
+            bases = {SEED_SUFFIX.sub("", run.name) for run in group.runs} - {""}
+            label = bases.pop() if len(bases) == 1 else f"{label} and {len(group.runs) - 1} more"
+        group.label = f"{label} ({group.runs[0].folder})" if label in used_labels else label
+        used_labels.add(group.label)
     return list(groups.values())
 
 

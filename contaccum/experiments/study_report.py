@@ -130,7 +130,7 @@ def equal_budget(groups: list[RunGroup], metric: str, found: list[Difference]) -
             ]
         )
     heads = [
-        "setting",
+        "run",
         "N",
         "steps",
         "pairs",
@@ -207,10 +207,11 @@ def as_json(groups: list[RunGroup], found: list[Difference], result: StudyResult
     }
 
 
-def summary(output: Path) -> str:
+def summary(output: Path, width: int | None = None) -> str:
     """Return the results of a comparison as a table for the console, the best first.
 
-    p is that of the test over seeds and queries, or over queries if there is only one seed.
+    p is that of the test over seeds and queries, or over queries if there is only one seed. width:
+    maximum length of a line.
     """
     found = read_json(output / "compare.json")
     rows, against = [], MISSING
@@ -225,8 +226,8 @@ def summary(output: Path) -> str:
             row[4] = "< 0.001" if p < 0.001 else number(p, ".3f")
         peak = number(result.get("peak_mib"), ".0f")
         rows.append([*row, number(result.get("train_seconds"), ".0f"), peak])
-    heads = ["setting", found["metric"], f"minus {against}", "95 % interval", "p"]
-    return Table([*heads, "train s", "peak MiB"], rows).markdown()
+    heads = ["run", found["metric"], f"minus {against}", "95 % interval", "p"]
+    return Table([*heads, "train s", "peak MiB"], rows).markdown(width)
 
 
 def tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:

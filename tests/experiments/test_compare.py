@@ -689,15 +689,15 @@ def test_report_figures_equal_those_in_the_run_files(study_folder):
     assert float(rows[run.name]["ndcg@10"]) == value
     assert rows["cont_accum-size=24-seed0"]["bank.size"] == "24"
     text = (study / "report.md").read_text()
-    line = next(line for line in text.splitlines() if line.startswith("| cont_accum size=24"))
+    line = next(line for line in text.splitlines() if line.startswith("| cont_accum-size=24"))
     cells = [cell.strip() for cell in line.strip("| ").split("|")]
     seconds = sum(line["seconds"] for line in read_log(run) if "loss" in line)
-    assert cells[1:5] == [f"{value:.4f}", "-", "1", f"{seconds:.1f}"]
+    assert cells[1:6] == ["cont_accum size=24", f"{value:.4f}", "-", "1", f"{seconds:.1f}"]
     tests = list(csv.DictReader((study / "tests.csv").open()))
     assert {row["against"] for row in tests} == {"grad_accum"}
-    assert [row["setting"] for row in tests] == [
-        "cont_accum size=16",
-        "cont_accum size=24",
+    assert [row["run"] for row in tests] == [
+        "cont_accum-size=16",
+        "cont_accum-size=24",
         "bm25",
         "untrained",
     ]
@@ -740,7 +740,7 @@ def test_summary_lists_the_tested_differences_best_first(study_folder):
     heads, _, *rows = (
         [cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()
     )
-    assert heads[:4] == ["setting", "ndcg@10", "minus grad_accum", "95 % interval"]
+    assert heads[:4] == ["run", "ndcg@10", "minus grad_accum", "95 % interval"]
     assert len(heads) == 7
     scores = {row[0]: float(row[1]) for row in rows}
     assert sorted(scores.values(), reverse=True) == list(scores.values())
@@ -811,10 +811,15 @@ def test_report_tests_runs_against_a_reference_run(study_folder, tmp_path, capsy
         [cell.strip() for cell in line.strip("| ").split("|")]
         for line in out.split("\n\n")[1].splitlines()
     ]
-    assert tested[0][:3] == ["setting", "against", "difference"]
+    assert tested[0][:3] == ["run", "against", "difference"]
     assert [row[:2] for row in tested[2:]] == [
         [label, "bm25"]
-        for label in ("cont_accum size=16", "cont_accum size=24", "grad_accum", "untrained")
+        for label in (
+            "cont_accum-size=16-seed0",
+            "cont_accum-size=24-seed0",
+            "grad_accum-seed0",
+            "untrained",
+        )
     ]
     means = {run: read_json(Path(run) / "metrics.json")["mean"]["ndcg@10"] for run in runs}
     plain = next(value for run, value in means.items() if "size=16" in run) - means[bm25]

@@ -70,7 +70,7 @@ def test_medians_exclude_the_first_step(tmp_path):
     run = load_run_record(
         folder(tmp_path / "run", "cont_accum", [9.0, 2.0, 4.0, 1.0], evaluations={1: 0.2})
     )
-    row = runs_table([run], "ndcg@10").rows[0]
+    row = runs_table(group_runs([run]), "ndcg@10").rows[0]
     assert row == [
         "run",
         "cont_accum",
@@ -94,12 +94,12 @@ def test_token_budget_appears_in_the_table(tmp_path):
     changes = {"batch.micro_batch_tokens": 2560}
     for name, method, shown in (("a", "grad_cache", "2560 tokens"), ("b", "in_batch", "16")):
         run = load_run_record(folder(tmp_path / name, method, [1.0], **changes))
-        assert runs_table([run], "ndcg@10").rows[0][3] == shown
+        assert runs_table(group_runs([run]), "ndcg@10").rows[0][3] == shown
 
 
 def test_in_batch_shows_the_global_batch_as_its_micro_batch(tmp_path):
     run = load_run_record(folder(tmp_path / "run", "in_batch", [1.0]))
-    assert runs_table([run], "recall@100").rows[0][3] == "16"
+    assert runs_table(group_runs([run]), "recall@100").rows[0][3] == "16"
 
 
 def test_log_line_covers_the_steps_since_the_previous_line(tmp_path):
@@ -153,7 +153,7 @@ def test_equal_time_counts_every_seed_of_the_fastest_setting_to_its_end(tmp_path
         group_runs([load_run_record(tmp_path / name) for name in "01"]), "ndcg@10"
     )
     assert limit == 3.0
-    assert table.rows == [["grad_cache", "0.5000", "0.0000", "2", "1", "2.0"]]
+    assert table.rows == [["0 and 1 more", "0.5000", "0.0000", "2", "1", "2.0"]]
 
 
 def test_runs_without_log_or_metrics_have_empty_cells(tmp_path):
@@ -175,7 +175,15 @@ def test_console_shows_seven_columns_and_the_best_run_first(tmp_path):
         for name, score in (("a", 0.2), ("b", 0.4))
     ]
     lines = cells(console_report(runs, "ndcg@10", None, None))
-    assert lines[0] == ["run", "method", "ndcg@10", "s/step", "peak MiB", "grad ratio", "negatives"]
+    assert lines[0] == [
+        "run",
+        "settings",
+        "ndcg@10",
+        "s/step",
+        "peak MiB",
+        "grad ratio",
+        "negatives",
+    ]
     assert [line[0] for line in lines[2:]] == ["b", "a"]
     assert lines[2] == ["b", "grad_cache", "0.4000", "1.000", "2", "-", "7.0"]
     wide = cells(console_report(runs, "ndcg@10", None, None, wide=True))
@@ -200,6 +208,21 @@ def test_runs_on_different_test_queries_cause_a_warning(tmp_path, recwarn):
         match=r"different test queries \(.*a has 12 queries, .*b has 12 queries\); their metrics",
     ):
         console_report(list(map(str, runs)), "ndcg@10", None, None)
+
+
+def test_no_line_is_wider_than_the_terminal(tmp_path):
+    """Names keep their start and end."""
+    runs = [
+        str(folder(tmp_path / f"{'a-long-name-' * 6}{n}", "cont_accum", [1.0], **changes))
+        for n, changes in enumerate(({"bank.size": 8}, {"bank.size": 16, "model.temperature": 0.1}))
+    ]
+    full = console_report(runs, "ndcg@10", runs[0], None)
+    assert max(map(len, full.splitlines())) > 120
+    table = console_report(runs, "ndcg@10", runs[0], None, width=120)
+    assert max(map(len, table.splitlines())) <= 120
+    assert [line[0][-2:] for line in cells(table)[2:4]] == ["-0", "-1"]
+    wide = console_report(runs, "ndcg@10", None, None, wide=True, width=120)
+    assert max(map(len, wide.splitlines())) <= 120
 
 
 def study(tmp_path: Path):
@@ -231,13 +254,16 @@ def study(tmp_path: Path):
 def test_runs_that_differ_only_in_the_seed_form_one_group(tmp_path):
     groups = group_runs(study(tmp_path))
     assert [(group.label, len(group.runs)) for group in groups] == [
-        ("cont_accum size=16", 2), ("cont_accum size=24", 2), ("grad_cache", 2),
+        ("c16", 2), ("c24", 2), ("g", 2),
+    ]  # fmt: skip
+    assert [group.settings for group in groups] == [
+        "cont_accum size=16", "cont_accum size=24", "grad_cache",
     ]  # fmt: skip
     again = group_runs([*groups[2].runs, groups[2].runs[0]])  # a repeated seed is no second seed
     assert [len(group.runs) for group in again] == [2, 1]
 
 
-def test_a_baseline_whose_folder_has_the_name_of_a_method_is_its_own_group(tmp_path):
+def test_a_baseline_is_its_own_group(tmp_path):
     trained = [
         load_run_record(folder(tmp_path / f"run{n}", "grad_cache", [1.0], seed=n)) for n in (1, 2)
     ]
@@ -247,7 +273,7 @@ def test_a_baseline_whose_folder_has_the_name_of_a_method_is_its_own_group(tmp_p
     baseline = load_run_record(file)
     for runs in ([*trained, baseline], [baseline, *trained]):
         groups = {group.label: [one.name for one in group.runs] for group in group_runs(runs)}
-        assert groups == {"grad_cache": ["run1", "run2"], f"grad_cache ({file})": ["grad_cache"]}
+        assert groups == {"run": ["run1", "run2"], "grad_cache": ["grad_cache"]}
 
 
 def test_the_current_folder_is_shown_with_its_name(tmp_path, monkeypatch):
@@ -268,7 +294,7 @@ def test_runs_without_a_score_come_after_runs_with_score_0(tmp_path):
         for i, n in enumerate("ab")
     )
     runs = [replace(missing, metrics=None), replace(zero, metrics={"mean": {"ndcg@10": 0.0}})]
-    assert [row[0] for row in runs_table(runs, "ndcg@10").rows] == ["b", "a"]
+    assert [row[0] for row in runs_table(group_runs(runs), "ndcg@10").rows] == ["b", "a"]
     labels = {run.folder: run.name for run in runs}
     assert [row[0] for row in quality(group_runs(runs, labels), "ndcg@10").rows] == ["b", "a"]
 
@@ -293,24 +319,24 @@ def test_line_breaks_and_bars_in_cells_do_not_change_the_table(tmp_path):
     records = [load_run_record(run) for run in runs]
     lines = quality(group_runs(records), "ndcg@10").markdown().splitlines()
     assert len(lines) == 4
-    assert lines[2].startswith("| grad_cache query_prefix=Instruct: find\\nQuery:  |")
+    assert lines[2].startswith("| a\\|b | grad_cache query_prefix=Instruct: find\\nQuery:  |")
     assert len({len(line) for line in lines}) == 1
-    assert "| a\\|b |" in runs_table(records, "ndcg@10").markdown()
+    assert "| a\\|b |" in runs_table(group_runs(records), "ndcg@10").markdown()
 
 
 def test_mean_deviation_and_reference_equal_hand_computed_values(tmp_path):
     """Standard deviations of two values are their difference over the square root of 2."""
     groups = group_runs(study(tmp_path))
     rows = quality(groups, "ndcg@10").rows
-    assert [row[:5] for row in rows] == [
-        ["cont_accum size=24", "0.6050", "0.0071", "2", "12.0"],
-        ["grad_cache", "0.5100", "0.0141", "2", "12.0"],
-        ["cont_accum size=16", "0.4050", "0.0071", "2", "8.0"],
+    assert [row[:6] for row in rows] == [
+        ["c24", "cont_accum size=24", "0.6050", "0.0071", "2", "12.0"],
+        ["g", "grad_cache", "0.5100", "0.0141", "2", "12.0"],
+        ["c16", "cont_accum size=16", "0.4050", "0.0071", "2", "8.0"],
     ]
     runs = {run.folder for group in groups if group.method == "cont_accum" for run in group.runs}
     found = differences(groups, "ndcg@10", runs)
     # the best of the method's settings
-    assert {one.reference.label for one in found} == {"cont_accum size=24"}
+    assert {one.reference.label for one in found} == {"c24"}
     assert [round(one.found.difference, 4) for one in found] == [-0.2, -0.095]
     assert all(one.p_permutation >= one.found.p_permutation for one in found)
     assert found[0].p_permutation == pytest.approx(min(1.0, 2 * found[0].found.p_permutation))
@@ -325,9 +351,9 @@ def test_equal_time_uses_the_last_evaluation_before_the_fastest_run_ends(tmp_pat
     seconds, table = equal_time(group_runs(runs), "ndcg@10")
     assert seconds == 8.0
     assert table.rows == [
-        ["cont_accum size=16", "0.6000", "0.0000", "2", "4", "8.0"],
-        ["grad_cache", "0.3000", "0.0000", "2", "2", "12.0"],
-        ["cont_accum size=24", "0.2500", "0.0707", "2", "2", "12.0"],
+        ["c16", "0.6000", "0.0000", "2", "4", "8.0"],
+        ["g", "0.3000", "0.0000", "2", "2", "12.0"],
+        ["c24", "0.2500", "0.0707", "2", "2", "12.0"],
     ]
     assert score_at(runs[0], 1.9, "ndcg@10") is None
     assert score_at(runs[0], 2.0, "ndcg@10") == (1, 0.1)
@@ -347,8 +373,8 @@ def test_equal_memory_classes_equal_hand_computed_ones(tmp_path):
         group_runs([load_run_record(tmp_path / name) for name in "abc"]), "ndcg@10"
     ).rows
     assert [row[:4] for row in rows] == [
-        ["100 to 105", "grad_cache", "16", "104"], ["100 to 105", "grad_accum", "16", "100"],
-        ["106 to 111", "in_batch", "16", "106"],
+        ["100 to 105", "c", "16", "104"], ["100 to 105", "b", "16", "100"],
+        ["106 to 111", "a", "16", "106"],
     ]  # fmt: skip
 
 
@@ -481,7 +507,7 @@ def test_link_to_a_regular_file_is_read(tmp_path):
 def test_verdict_names_the_best_setting_and_what_differs_from_the_reference(tmp_path):
     groups = group_runs(study(tmp_path))
     first, warning = verdict(groups, "ndcg@10", [])[0].split(": ")
-    assert first == "cont_accum size=24 has the highest ndcg@10"
+    assert first == "c24 has the highest ndcg@10"
     assert "No significance test was run" in warning
     found = differences(groups, "ndcg@10", {run.folder for run in groups[0].runs})
     for p, side in (
@@ -516,9 +542,9 @@ def test_verdict_says_for_each_setting_which_test_was_used(tmp_path):
         found[1]._replace(p_permutation=0.01),
     ]
     assert verdict(groups, "ndcg@10", found)[1:] == [
-        "Compared with grad_cache over queries and seeds (corrected p below 0.05): not "
-        "significantly different: cont_accum.",
-        "Compared with grad_cache over queries (corrected p below 0.05): worse: grad_accum.",
+        "Compared with a over queries and seeds (corrected p below 0.05): not significantly "
+        "different: b.",
+        "Compared with a over queries (corrected p below 0.05): worse: c0.",
     ]
 
 
