@@ -178,10 +178,10 @@ FILES: list[tuple[str, object, str, str]] = [
         ("d/corpus.jsonl", content, "data check d/corpus.jsonl", f"d/corpus.jsonl{error}")
         for content, error in [
             (b'{"_id": "a", "text": "x"}\n{"_id": "b", "text": "caf\xe9"}\n', ":2: byte 0xe9 is "
-                                                                              "not UTF-8; the text "
-                                                                              "must be"),
-            (SOUND["d/corpus.jsonl"].encode("utf-16"), ":1: byte 0xff is not UTF-8; the text must "
-                                                       "be valid UTF-8"),
+                                                                              "not UTF-8; the "
+                                                                              "encoding is probab"),
+            (SOUND["d/corpus.jsonl"].encode("utf-16"), ":1: byte 0xff is not UTF-8; the encoding "
+                                                       "is probably UTF-16"),
             ("\n \r\n\t\n", f": is empty; {KINDS}"),
             (b"\xef\xbb\xbf", f": is empty; {KINDS}"),
             (gzip.compress(b""), f": is empty; {KINDS}"),
@@ -224,14 +224,14 @@ FILES: list[tuple[str, object, str, str]] = [
             ("[" * 90_000, ":1 (record 1): not usable JSON"),
         ]
     ),
-    ("d/queries.jsonl", "", "data check d", "d/queries.jsonl: has no valid query; it needs at "
-                                            "least one"),
+    ("d/queries.jsonl", "", "data check d", "d/queries.jsonl: is empty; it must have at "
+                                            "least a query"),
     ("d/queries.jsonl", None, "data check d", "d: queries.jsonl not found; a BEIR folder has "
                                               "corpus.jsonl"),
     ("d/qrels/test.tsv", QRELS[:25], "data check d", "d/qrels/test.tsv: has no valid judgement; a "
                                                      "split needs at least one"),
-    ("d/qrels/test.tsv", "", TO_EVALUATE_A_RUN, "d/qrels/test.tsv: has no valid judgement; a split "
-                                                "needs at least one"),
+    ("d/qrels/test.tsv", "", TO_EVALUATE_A_RUN, "d/qrels/test.tsv: is empty; it must have at "
+                                                "least a judgement"),
     ("d/qrels/test.tsv", "q0\tp0\t0\n", "evaluate --model bm25 --data d", "d/qrels/test.tsv: no "
                                                                           "query has a positive; "
                                                                           "at least"),

@@ -1,6 +1,8 @@
 """Every rule between settings, every config file, and what the run's folder keeps of them."""
 
+import json
 import re
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import yaml
 from helpers import train_config
 
 from contaccum.cli import main
+from contaccum.cli.commands import COMMANDS
+from contaccum.cli.parser import parse
 from contaccum.config import (
     METHOD_SPECS,
     MixtureConfig,
@@ -17,6 +21,7 @@ from contaccum.config import (
     affects,
     check_total,
     from_mapping,
+    load,
     parse_bytes,
     to_yaml,
     train_settings,
@@ -139,6 +144,52 @@ def test_the_replay_preset_uses_small_updates_and_a_bank(capsys, recwarn):
     assert not [str(one.message) for one in recwarn if "no effect" in str(one.message)]
     assert (made.method, made.bank_size(), made.replay_share) == ("cont_cache", 64, 0.5)
     assert made.batch.global_batch_size == 2 * made.micro_batch_size(1)
+
+
+SHARED = "method: cont_cache\nreplay: {share: 0.5}\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "share"),
+    [
+        ([SHARED], ["--method", "grad_cache"], 1.0),
+        ([SHARED], ["--method", "in_batch"], 1.0),
+        ([SHARED, "method: grad_cache"], [], 1.0),
+        ([SHARED, "method: grad_cache\nreplay: {share: 0.25}"], [], 0.25),
+        ([SHARED], ["--method", "grad_cache", "--replay.share", "0.5"], 0.5),
+        ([SHARED], ["--method", "cont_cache"], 0.5),
+        ([SHARED, "seed: 1"], [], 0.5),
+        (["replay: {share: 0.5}"], ["--method", "grad_cache"], 0.5),
+    ],
+)
+def test_another_method_does_not_take_over_the_share_of_a_config(files, options, share, tmp_path):
+    words = []
+    for number, text in enumerate(files):
+        (tmp_path / f"{number}.yaml").write_text(text)
+        words += ["--config", str(tmp_path / f"{number}.yaml")]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        (config,), _ = parse("train", COMMANDS["train"], [*words, *options])
+    assert config.replay.share == share
+    lost = share == 1.0
+    assert [("0.yaml:2: replay.share 0.5 is not used" in str(one.message)) for one in said] == [
+        True
+    ] * lost
+
+
+@pytest.mark.parametrize("value", ["2024-01-01", "2024-01-01 10:00:00", "2024-01-01T10:00:00Z"])
+@pytest.mark.parametrize("quoted", [True, False])
+def test_dates_are_texts(value, quoted, tmp_path):
+    text = json.dumps(value) if quoted else value
+    (tmp_path / "c.yaml").write_text(
+        f"output_dir: {text}\ndata: {{train: x, split: {text}}}\nrun: {{trackers: [{text}]}}\n"
+    )
+    (config,), _ = parse("train", COMMANDS["train"], ["--config", str(tmp_path / "c.yaml")])
+    assert (config.output_dir, config.data.split, config.run.trackers) == (value, value, [value])
+    (again,), _ = parse("train", COMMANDS["train"], ["--data.split", value])
+    assert again.data.split == value
+    (tmp_path / "d.yaml").write_text(to_yaml(config))  # and after a round through a config.yaml
+    assert load([TrainConfig], [str(tmp_path / "d.yaml")]) == [config]
 
 
 def test_a_bank_has_the_rows_of_a_step_unless_told_otherwise():

@@ -2,8 +2,8 @@
 
 The name of a data set is
 ``hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN&neg=COLUMN,COLUMN]``.
-The part after the question mark names the columns to read as query, pos, neg and query_id. A local
-folder may replace ``owner/name``.
+The part after the question mark names the columns to read as query, pos, neg and query_id; a column
+name contains %26 for & and %2C for a comma. A local folder or file may replace ``owner/name``.
 
 The library ``datasets`` finds the files of a configuration. contaccum reads JSON files itself,
 because ``datasets`` converts texts such as 2020-01-01 to dates.
@@ -20,6 +20,7 @@ from functools import partial
 from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from datasets import (
     DatasetBuilder,
@@ -37,8 +38,14 @@ from yaml import YAMLError
 from contaccum.catalog import HUB_PREFIX
 from contaccum.errors import InputError, in_one_line, library_errors
 from contaccum.formats.json_records import Record, id_field, json_records, string_field, title_field
-from contaccum.formats.readers import grade_of, kind_of_record
-from contaccum.formats.records import READER_VERSION, RowLocation, SourceLocation, write_beir_folder
+from contaccum.formats.readers import grade_of, kind_of_record, quoted_column
+from contaccum.formats.records import (
+    READER_VERSION,
+    RowLocation,
+    SourceLocation,
+    numbered_lines,
+    write_beir_folder,
+)
 from contaccum.formats.training import known_fields
 from contaccum.runtime.cache import cached_folder, file_key
 from contaccum.runtime.hub import hub_errors
@@ -77,7 +84,7 @@ class HubName:
     """Parts of the name of a Hub data set, and methods that find and download its files."""
 
     text: str  # the complete name
-    repository: str  # owner/name, or a local folder
+    repository: str  # owner/name, or the path of a local folder or file
     revision: str | None = None
     configuration: str | None = None
     split: str | None = None
@@ -94,21 +101,22 @@ class HubName:
             if key not in FIELDS or key in columns or not value:
                 raise InputError(
                     f"{text}: found {pair!r}; expected FIELD=COLUMN with each field at most once, "
-                    f"where FIELD is one of {', '.join(FIELDS)}"
+                    f"where FIELD is one of {', '.join(FIELDS)} (in a column name, write %26 for & "
+                    "and %2C for a comma)"
                 )
-            columns[key] = value.split(",")
-        # the longest beginning that is a folder: a path may contain @ and :, such as
+            columns[key] = [unquote(column) for column in value.split(",")]
+        # the longest beginning that is a path, which may contain @ and :, such as
         # /home/user@domain
-        folder = ""
+        path = ""
         for end in re.finditer("[@:]|$", name):
-            if os.path.isdir(name[: end.start()]):
-                folder = name[: end.start()]
-        parts = _NAME.fullmatch(name, len(folder))
-        repository = folder or (parts["repository"] if parts else "")
+            if os.path.exists(name[: end.start()]):
+                path = name[: end.start()]
+        parts = _NAME.fullmatch(name, len(path))
+        repository = path or (parts["repository"] if parts else "")
         lacks_columns = question_mark and not {"query", "pos"} <= columns.keys()
-        if parts is None or not repository or os.path.isfile(name) or lacks_columns:
+        if parts is None or not repository or lacks_columns:
             raise InputError(
-                f"{text}: not the name of a Hub data set or of a local folder; expected "
+                f"{text}: not the name of a Hub data set, a local folder or a file; expected "
                 "hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN]"
             )
         # an empty one, as in hub:owner/name::split, is the default
@@ -117,8 +125,20 @@ class HubName:
 
     def builder(self, configuration: str | None) -> DatasetBuilder:
         """Return the ``datasets`` builder of a configuration. The builder lists the files."""
-        with self.available():
-            return load_dataset_builder(self.repository, configuration, revision=self.revision)
+        try:
+            with self.available():
+                return load_dataset_builder(self.repository, configuration, revision=self.revision)
+        except InputError as error:
+            # without a name, datasets raises ValueError if there are several
+            found = []
+            if configuration is None and isinstance(error.__cause__, ValueError):
+                found = self.configurations()
+            if len(found) < 2:
+                raise
+            raise InputError(
+                f"{self.text}: has the configurations {', '.join(found)}; choose one, such as "
+                f"{HUB_PREFIX}{self.repository}:{found[0]}"
+            ) from error
 
     def rows(self, files: Iterable[str]) -> Rows:
         """Read the rows of files. A file that is an address on the Hub is downloaded first."""
@@ -135,9 +155,26 @@ class HubName:
         with self.available():
             return get_dataset_config_names(self.repository, revision=self.revision)
 
+    def local_files(self) -> list[str]:
+        """Return the file, or the files of a folder whose endings are in capitals.
+
+        ``datasets`` finds the files of other folders; it knows only endings such as .csv.
+        """
+        if os.path.isfile(self.repository):
+            return [self.repository]
+        names = os.listdir(self.repository) if os.path.isdir(self.repository) else []
+        endings = {name: Path(name.removesuffix(".gz")).suffix for name in sorted(names)}
+        if any(ending in _FORMATS for ending in endings.values()):
+            return []
+        return [
+            str(Path(self.repository, name))
+            for name, ending in endings.items()
+            if ending.lower() in _FORMATS
+        ]
+
     def is_retrieval_set(self) -> bool:
         """Return True for a corpus with queries, False for training examples."""
-        if self.configuration is not None or self.columns:
+        if self.configuration is not None or self.columns or self.local_files():
             return False
         found = set(self.configurations())
         return set(retrieval_parts(found)[:2]) <= found
@@ -194,7 +231,9 @@ def fetch_hub(text: str, split: str) -> Path:
     name = HubName.of(text)
     if name.is_retrieval_set():
         return _retrieval_folder(name, split)
-    files = split_files(name, name.builder(name.configuration), name.split or split)
+    files = name.local_files()
+    if not files:
+        files = split_files(name, name.builder(name.configuration), name.split or split)
 
     def write(folder: Path) -> None:
         with open(folder / "examples.jsonl", "w", encoding="utf-8", newline="\n") as file:
@@ -202,12 +241,7 @@ def fetch_hub(text: str, split: str) -> Path:
                 if (
                     number == 1 and not name.columns
                 ):  # raises an error if no format has these fields
-                    kind_of_record(
-                        row,
-                        SourceLocation(
-                            Path(text), 1, field="name without ?query=COLUMN&pos=COLUMN"
-                        ),
-                    )
+                    kind_of_record(row, RowLocation(Path(text), 1))
                 record = _mapped(name, row, number) if name.columns else known_fields(row)
                 try:
                     line = json.dumps(record, ensure_ascii=False)
@@ -233,7 +267,8 @@ def _mapped(name: HubName, row: Record, number: int) -> Record:
         for column in columns:
             if column not in row:
                 raise InputError(
-                    f"{where}: column {column!r} not found; available: {', '.join(row)}"
+                    f"{where}: column {column!r} not found; available: "
+                    f"{', '.join(map(quoted_column, row))}"
                 )
             value = row[column]
             for text in value if isinstance(value, list) else [value]:
@@ -297,7 +332,7 @@ def _retrieval_folder(name: HubName, split: str) -> Path:
 
 def file_rows(file: str) -> Rows:
     """Read the rows of a local file."""
-    ending = Path(file.removesuffix(".gz")).suffix
+    ending = Path(file.lower().removesuffix(".gz")).suffix
     if ending not in _FORMATS:
         raise InputError(f"{file}: unknown file ending; expected one of {', '.join(_FORMATS)}")
     if _FORMATS[ending] == "json":
@@ -333,6 +368,9 @@ def numbered(path: Path, rows: Iterable[Record]) -> Iterator[tuple[SourceLocatio
         for number, row in enumerate(rows, 1):
             yield RowLocation(path, number), row
     except _UNREADABLE as error:
+        if isinstance(error, UnicodeDecodeError):
+            for _ in numbered_lines(path):  # raises an error with the line and the encoding
+                pass
         raise InputError(
             f"{path}: cannot be read after row {number} ({in_one_line(error)}); the file is "
             "probably damaged"

@@ -40,7 +40,7 @@ class DataPolicy:
 class MixtureConfig:
     """One of several data sets to train on together."""
 
-    train: str = ""
+    train: str = setting("", metavar="DATA")
     """Training data, in any form that `data.train` accepts."""
     split: str = "train"
     """Split to train on: the name of a qrels file in a BEIR folder, or a split of a Hub data
@@ -264,7 +264,7 @@ class LossConfig:
     mask_false_negatives: bool = True
     """Mask negatives that are known, by their passage id, to be relevant for the query. This
     applies to the negatives of the batch and of the bank."""
-    guide: str | None = None
+    guide: str | None = setting(None, metavar="MODEL")
     """Encoder that finds false negatives: a folder or a name on the Hub. It may be the same encoder
     as in `model.name`. The guide scores the positive and the negatives (in-batch, hard and from the
     bank) of each query. A negative is masked if its score is above the score of the positive minus

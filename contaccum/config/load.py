@@ -8,6 +8,7 @@ import difflib
 import math
 import os
 import re
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields, is_dataclass
@@ -24,6 +25,8 @@ from contaccum.errors import InputError
 Options = TypeVar("Options")
 READY = Path(__file__).parent.parent / "configs"
 """Folder of the ready-made configs."""
+PATHS = ("DATA", "DIR", "FILE", "MODEL", "PATH", "RUN")
+"""Placeholders in ``--help`` of settings that can be a path."""
 CONFIG_VERSION = 1
 """``format_version`` that a run writes into its config.yaml."""
 
@@ -54,13 +57,28 @@ def load(
     known = {
         name: declared for kind in reversed(kinds) for name, declared in settings_of(kind).items()
     }
+    sources = [read_config_file(config_path(file)) for file in files]
+    sources.append(
+        {
+            name: Given(_option_value(known, name, text), f"--{name}")
+            for name, text in (options or {}).items()
+        }
+    )
     given: dict[str, Given] = {}
-    for file in files:
-        given |= read_config_file(config_path(file))
-    given |= {
-        name: Given(_option_value(known, name, text), f"--{name}")
-        for name, text in (options or {}).items()
-    }
+    for source in sources:
+        # A share below 1 makes grad_cache another method, so the share of a config is not carried
+        # over to a method that a later config or option chooses.
+        method, before = source.get("method"), given.get("method")
+        share = given.get("replay.share")
+        if method and before and method.value != before.value and share and share.value != 1:
+            del given["replay.share"]
+            if "replay.share" not in source:
+                warnings.warn(
+                    f"{share.where} {share.value} is not used, because {method.where} is "
+                    f"{shown(method.value)}; give --replay.share {share.value} to use it",
+                    stacklevel=2,
+                )
+        given |= source
     refuse_unknown(given, known)
     return [_build(kind, given) for kind in kinds]
 
@@ -87,8 +105,31 @@ def _build(kind: type[Options], given: Mapping[str, Given], prefix: str = "") ->
         if isinstance(declared.type, type) and is_dataclass(declared.type):
             values[declared.name] = _build(declared.type, given, f"{name}.")
         elif name in given:
-            values[declared.name] = converted(declared.type, *given[name])
+            values[declared.name] = _read(declared, *given[name])
     return kind(**values)
+
+
+def _read(declared: Field, value: Any, where: str) -> Any:
+    """Return the value of a setting as its type. In a path, ``~`` is the home folder."""
+    value = converted(declared.type, value, where)
+    metadata = declared.metadata
+    if metadata.get("positional") or metadata.get("metavar") in PATHS:
+        if isinstance(value, str):
+            return with_home(value)
+        if isinstance(value, tuple):
+            return tuple(map(with_home, value))
+    return value
+
+
+def with_home(path: str) -> str:
+    """Replace ``~`` at the start of a path, of a ``hub:`` folder, and of each path in a list."""
+    if os.path.lexists(path):
+        return path
+    return re.sub(r"(?<![^,])(hub:)?(~[^/,:?]*)", _expanded, path)
+
+
+def _expanded(found: re.Match) -> str:
+    return (found[1] or "") + os.path.expanduser(found[2])
 
 
 def from_mapping(kind: type[Options], values: Mapping[str, Any]) -> Options:
@@ -118,7 +159,7 @@ def with_changes(config: Options, changes: Mapping[str, str]) -> Options:
         setattr(
             getattr(changed, group) if group else changed,
             key,
-            converted(known[name].type, value, where),
+            _read(known[name], value, where),
         )
     return changed
 
@@ -439,7 +480,7 @@ def config_path(name: str | Path) -> str:
     ``finetune`` or ``presets/24gb``. Raises InputError for an unknown name. The message lists the
     names of the ready-made configs.
     """
-    text = os.fspath(name)
+    text = with_home(os.fspath(name))
     ready = {
         path.relative_to(READY).with_suffix("").as_posix(): str(path)
         for path in sorted(READY.rglob("*.yaml"))

@@ -132,6 +132,12 @@ class RetrievalDataset:
         retrieval_set: RetrievalSet
         if self.kind == "beir":
             retrieval_set = self._judged
+            if not self._judged.rows:
+                raise InputError(
+                    f"{self._judged.source}: none of the {len(self._judged.unknown)} judged "
+                    f"passages, such as {next(iter(self._judged.unknown))!r}, is in the corpus; "
+                    "give the corpus that was judged"
+                )
             if self._judged.unknown:
                 warnings.warn(
                     f"{self._judged.unknown_judgements()}; these passages count as not found",

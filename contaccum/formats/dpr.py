@@ -14,6 +14,7 @@ from contaccum.formats.records import (
     Question,
     SourceLocation,
     numbered_lines,
+    require_content,
     stop,
 )
 
@@ -24,7 +25,8 @@ _HEADER_WORDS = {
     "_id", "id", "docid", "doc_id", "doc-id", "pid", "passage_id", "passage-id", "corpus-id",
     "corpus_id", "query-id", "query_id", "title", "text", "contents", "content", "passage",
     "document", "doc", "body", "sentence", "abstract", "url", "score", "grade", "label", "rel",
-    "relevance", "qid", "query",
+    "relevance", "qid", "query", "question", "anchor", "positive", "pos", "negative", "neg",
+    "answer", "answers",
 }  # fmt: skip
 """Usual column names, to recognize a header."""
 _QUESTION_ROW = (
@@ -98,6 +100,7 @@ def id_text_lines(
 
 def read_questions(path: Path, on_error: OnError = stop) -> Iterator[Question]:
     """Yield the questions of a DPR question CSV, with their answers."""
+    require_content(path, "a question")
     for location, row in _rows(path, _QUESTION_ROW, on_error):
         try:
             if len(row) != 2:

@@ -6,9 +6,10 @@ be gzipped. A reader checks each record separately. The package ``data`` checks 
 that references to ids are valid, and that no passage is empty.
 """
 
+import csv
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,7 @@ from contaccum.formats.records import (
     first_character,
     ignore,
     numbered_lines,
+    require_content,
     stop,
 )
 from contaccum.formats.training import FORMATS, reader_of
@@ -68,9 +70,12 @@ def numbered_corpus(
 
     The file is a BEIR corpus.jsonl, a DPR TSV or MS MARCO's collection.tsv.
     """
+    require_content(path, "a passage")
     if _is_json(path):
         yield from json_records(path, _PASSAGE, _passage, on_error)
-    elif _columns(path) == 2:
+        return
+    refuse_id_table(path)
+    if _columns(path) == 2:
         for location, key, text in id_text_lines(path, on_error):
             yield location, Passage(key, "", text)
     else:
@@ -87,6 +92,7 @@ def numbered_queries(
     path: Path, on_error: OnError = stop
 ) -> Iterator[tuple[SourceLocation, Query]]:
     """Yield the location and the query of each record of queries.jsonl or queries.tsv."""
+    require_content(path, "a query")
     queries: Iterator[tuple[SourceLocation, Query]]
     if not _is_json(path) and _columns(path) == 2:
         queries = (
@@ -111,6 +117,7 @@ def read_qrels(path: Path, on_error: OnError = stop) -> Iterator[Judgement]:
 
     The first line decides about the number of columns and the separator: tabs or white space.
     """
+    require_content(path, "a judgement")
     separator: str | None = None
     columns = 0
     for location, line in numbered_lines(path, on_error=on_error):
@@ -186,6 +193,53 @@ def kind_of_data(path: Path) -> Kind:
     return _kind_of_table(path)
 
 
+def refuse_id_table(path: Path) -> None:
+    """Raise InputError if a table has only ids, such as triples for training, or judgements.
+
+    A table of passages has texts. In a table of ids, every other cell of the first lines is one
+    word with a digit.
+    """
+    lines = islice(numbered_lines(path, on_error=ignore), _SAMPLE)
+    rows = [line.split("\t") for _, line in lines]
+    cells = [cell for row in rows for cell in row[1:]]
+    if cells and all(re.fullmatch(r"\S*\d\S*", cell) for cell in cells):
+        raise InputError(
+            f"{path}:1: found only ids; a table of passages needs texts. Triples of ids are not "
+            "read: write the texts of each query, its positives and its negatives to a JSONL file"
+        )
+    if rows and len(rows[0]) == 3 and " " in rows[0][0].strip():
+        raise InputError(
+            f"{path}:1: the first column has texts; a table of passages starts with an id. For "
+            "triples of texts, add a header (query, pos, neg) and give "
+            f'"hub:{path}?query=query&pos=pos&neg=neg"'
+        )
+
+
+def column_form(source: str, fields: Sequence[str]) -> str:
+    """Return the ``hub:`` name that reads a file whose fields have other names.
+
+    source: path of the file, or a ``hub:`` name without columns.
+    """
+    usual = {
+        "query": ("query", "anchor", "question", "sentence1"),
+        "pos": ("pos", "positive", "answer", "sentence2", "passage", "document", "context"),
+        "neg": ("neg", "negative", "negatives"),
+    }
+    found = {}
+    for key, names in usual.items():
+        found[key] = next((name for name in fields if name.lower() in names), "COLUMN")
+    if found["neg"] == "COLUMN":
+        del found["neg"]
+    columns = "&".join(f"{key}={quoted_column(name)}" for key, name in found.items())
+    prefix = "" if source.startswith("hub:") else "hub:"
+    return f'"{prefix}{source}?{columns}"'
+
+
+def quoted_column(name: str) -> str:
+    """Return a column name as a ``hub:`` name contains it: %26 for &, %2C for a comma."""
+    return re.sub("[%&,]", lambda found: f"%{ord(found[0]):02X}", name)
+
+
 def _is_json(path: Path) -> bool:
     return first_character(path) in ("{", "[")
 
@@ -199,8 +253,12 @@ def kind_of_record(record: Record, location: SourceLocation, number: int = 1) ->
         return "corpus"
     if "_id" in record:
         return "queries"
-    found = f"fields {', '.join(map(repr, list(record)[:8]))}" if record else "an empty object"
-    raise location.error(f"found {found}; a record must be {_RECORDS}")
+    if not record:
+        raise location.error(f"found an empty object; a record must be {_RECORDS}")
+    raise location.error(
+        f"found fields {', '.join(map(repr, list(record)[:8]))}; a record must be {_RECORDS}. To "
+        f"read other fields, give {column_form(str(location.path), list(record))}"
+    )
 
 
 def _kind_of_records(path: Path) -> Kind:
@@ -217,7 +275,7 @@ def _kind_of_records(path: Path) -> Kind:
     kind = first[1]
     if kind not in ("corpus", "queries"):
         return kind
-    name = path.name.removesuffix(".gz")
+    name = path.name.lower().removesuffix(".gz")
     if name == "corpus.jsonl":
         return "corpus"
     if name == "queries.jsonl":
@@ -239,18 +297,22 @@ def _kind_of_table(path: Path) -> Kind:
     cells = _first_cells(path, errors)
     if not cells:
         raise errors.first or InputError(f"{path}: is empty; it must contain {_FILES}")
+    is_csv = ".csv" in path.name.lower()
     if len(cells) == 3:
+        refuse_id_table(path)
         return "corpus"
     if len(cells) != 2:
         hint = ""
-        if ".csv" in path.suffixes:
-            hint = '. For another CSV, use "hub:FOLDER?query=COLUMN&pos=COLUMN"'
+        if is_csv or path.name.lower().endswith(".tsv"):
+            header = next(csv.reader(["\t".join(cells)], delimiter="," if is_csv else "\t"))
+            hint = f". To read other columns, give {column_form(str(path), header)}"
         raise InputError(
             f"{path}:1: found {len(cells)} columns; the file must contain {_FILES}{hint}"
         )
     is_question = cells[0].split() != [cells[0]] or cells[1].startswith(("[", '"['))
-    if is_question or ".csv" in path.suffixes:
+    if is_question or is_csv:
         return "questions"
+    refuse_id_table(path)
     return "queries" if "quer" in path.name.lower() else "corpus"
 
 

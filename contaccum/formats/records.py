@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -191,9 +192,15 @@ def first_character(path: Path) -> str:
         for _ in range(
             0, MAX_LINE, CHUNK
         ):  # stop after MAX_LINE, because a file may have only spaces
-            if text := file.read(CHUNK).decode("utf-8", errors="replace").lstrip():
+            if text := file.read(CHUNK).decode("utf-8", errors="replace").lstrip(_SPACE + "\n"):
                 return text[0]
     return ""
+
+
+def require_content(path: Path, expected: str) -> None:
+    """Raise InputError if a file is empty."""
+    if not first_character(path):
+        raise InputError(f"{path}: is empty; it must have at least {expected}")
 
 
 def numbered_lines(
@@ -231,8 +238,19 @@ def numbered_lines(
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Return the message for a byte that is not UTF-8."""
-    return f"byte 0x{error.object[error.start]:02x} is not UTF-8; the text must be valid UTF-8"
+    """Return the message for a byte that is not UTF-8, with a guess of the encoding."""
+    content = error.object
+    runs = re.findall(rb"[\x80-\xff]+", content)
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        guess, encoding = "probably UTF-16", "UTF-16"
+    elif sum(map(len, runs)) <= 2 * len(runs):  # Western languages: few letters are not ASCII
+        guess, encoding = "probably cp1252 (Windows)", "CP1252"
+    else:
+        guess, encoding = "perhaps GB18030, Shift_JIS or cp1251", "ENCODING"
+    return (
+        f"byte 0x{content[error.start]:02x} is not UTF-8; the encoding is {guess}. Convert the "
+        f"file: iconv -f {encoding} -t UTF-8 FILE > NEW"
+    )
 
 
 @contextmanager
@@ -242,7 +260,7 @@ def whole_records(path: str | Path) -> Iterator[BinaryIO]:
     If the name ends with .gz, the content of the file is gzipped.
     """
     with whole_file(path) as file:
-        zipped = str(path).endswith(".gz")
+        zipped = str(path).lower().endswith(".gz")
         with gzip.GzipFile("", "wb", 6, file, mtime=0) if zipped else nullcontext(file) as records:
             yield cast(Any, records)
 

@@ -265,7 +265,7 @@ class BM25(Retriever):
             for query_id, query_scores in zip(queries, scores, strict=True)
         }
         empty = sum(not hits for hits in run.values())
-        if 2 * empty > len(run):
+        if 2 * empty > len(run) > 1:
             warnings.warn(
                 f"BM25 found no passage for {empty} of {len(run)} queries, because they share no "
                 "word with any passage. Are queries and passages in the same language?",

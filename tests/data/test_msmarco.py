@@ -145,10 +145,10 @@ def test_a_header_is_no_passage(header):
         open_corpus("collection.tsv")
 
 
-@pytest.mark.parametrize(("name", "hinted"), [("faq.csv", True), ("faq.tsv", False)])
+@pytest.mark.parametrize(("name", "hinted"), [("faq.csv", True), ("faq.txt", False)])
 def test_a_csv_of_other_columns_is_answered_with_the_way_to_read_it(name, hinted, tmp_path):
     path = tmp_path / name
     path.write_text("question,answer\nwhere is it,it is here\n")
     with pytest.raises(InputError, match="found 1 columns") as refused:
         check(path)
-    assert ('"hub:FOLDER?query=COLUMN&pos=COLUMN"' in str(refused.value)) == hinted
+    assert (f'"hub:{path}?query=question&pos=answer"' in str(refused.value)) == hinted

@@ -121,6 +121,12 @@ def test_metrics_are_pytrec_evals_over_all_judgements(tmp_path):
         assert ours[query]["map@100"] == values["map_cut_100"]
 
 
+def test_judgements_of_another_corpus_are_refused(tmp_path):
+    data = folder(tmp_path / "d", "q1\td1-0-512\t1\nq2\td2-0-512\t1\n")  # ids of parts of passages
+    with pytest.raises(InputError, match="none of the 2 judged passages, such as 'd1-0-512', is"):
+        evaluate("bm25", data)
+
+
 TRAIN = (
     "train --method in_batch --model.name tiny --model.tiny_width 32 --model.tiny_layers 1 "
     "--model.tiny_vocabulary 200 --batch.global_batch_size 2 --optim.max_steps 1 --run.device cpu"

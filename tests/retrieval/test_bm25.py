@@ -78,13 +78,11 @@ def test_queries_without_a_known_word_find_nothing():
 
 def test_a_corpus_of_stop_words_finds_nothing():
     corpus = Dataset.from_dict({"id": ["a"], "title": [""], "text": ["the"]})
-    with pytest.warns(UserWarning, match="no passage for 1 of 1"):
-        assert BM25(corpus).search({"q": "cats"}) == {"q": []}
+    assert BM25(corpus).search({"q": "cats"}) == {"q": []}
 
 
 def test_an_empty_corpus_finds_nothing():
-    with pytest.warns(UserWarning, match="no passage for 1 of 1"):
-        assert BM25(CORPUS.select([])).search({"q": "cats"}) == {"q": []}
+    assert BM25(CORPUS.select([])).search({"q": "cats"}) == {"q": []}
 
 
 def test_k_below_one_is_refused():

@@ -1,0 +1,275 @@
+"""Files as people have them: other field names, endings, encodings, and files that are no data."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tiny_data import beir, lines, write, write_gzip
+
+from contaccum.cli import main
+from contaccum.data.dataset import open_dataset
+from contaccum.errors import InputError
+from contaccum.formats.readers import kind_of_data
+from contaccum.retrieval.runs import read_run
+
+PAIRS = [{"query": "one", "pos": ["a"]}, {"query": "two", "pos": ["b"], "neg": ["c"]}]
+DPR = {"question": "one", "positive_ctxs": [{"title": "", "text": "a"}], "hard_negative_ctxs": []}
+TEVATRON = {"query": "one", "positive_passages": [{"docid": "1", "text": "a"}]}
+PASSAGE = {"_id": "1", "title": "", "text": "a"}
+
+
+def said_by(capsys, *words: str) -> str:
+    """Return the sentence of a command that fails."""
+    assert main(list(words)) == 2
+    return capsys.readouterr().err
+
+
+# formats are told by the fields
+
+
+@pytest.mark.parametrize("form", ["lines", "list", "list over many lines"])
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl", "X.JSONL", "x.json.gz", "x.txt"])
+@pytest.mark.parametrize(
+    ("record", "kind"),
+    [(PAIRS[1], "jsonl"), (TEVATRON, "tevatron"), (DPR, "dpr"), (PASSAGE, "corpus")],
+)
+def test_lists_and_lines_are_told_by_their_fields(form, name, record, kind, tmp_path):
+    content = lines(record)
+    if form != "lines":
+        content = json.dumps([record], indent=None if form == "list" else 2)
+    path = (write_gzip if name.endswith(".gz") else write)(tmp_path / name, content)
+    assert kind_of_data(path) == kind
+
+
+@pytest.mark.parametrize(
+    ("record", "columns"),
+    [
+        ({"anchor": "one", "positive": "a"}, "query=anchor&pos=positive"),
+        ({"query": "one", "positive": "a"}, "query=query&pos=positive"),
+        ({"question": "one", "answer": "a"}, "query=question&pos=answer"),
+        (
+            {"anchor": "one", "positive": "a", "negative": "b"},
+            "query=anchor&pos=positive&neg=negative",
+        ),
+        ({"sentence1": "one", "sentence2": "a"}, "query=sentence1&pos=sentence2"),
+    ],
+)
+def test_the_hub_form_of_the_message_reads_the_file(record, columns, tmp_path, capsys):
+    path = write(tmp_path / "pairs.jsonl", lines(record, {**record, "anchor": "two"}))
+    name = f"hub:{path}?{columns}"
+    assert f'give "{name}"' in said_by(capsys, "data", "check", str(path))
+    (example, *_) = open_dataset(name, "train").examples()
+    assert (example.query.text, example.positives[0].text) == ("one", "a")
+    assert [passage.text for passage in example.negatives] == (
+        ["b"] if "negative" in record else []
+    )
+
+
+def test_fields_without_a_usual_name_are_columns_to_fill_in(tmp_path, capsys):
+    path = write(tmp_path / "x.jsonl", lines({"left": "one", "right": "a"}))
+    assert f'give "hub:{path}?query=COLUMN&pos=COLUMN"' in said_by(
+        capsys, "data", "check", str(path)
+    )
+
+
+@pytest.mark.parametrize("ending", ["csv", "CSV", "tsv", "TSV"])
+def test_a_csv_with_a_header_gets_the_form_that_reads_it(ending, tmp_path, capsys):
+    tab = "," if ending.lower() == "csv" else "\t"
+    rows = [("anchor", "positive", "negative", "note"), ("one", "a", "b", "1")]
+    path = write(tmp_path / f"x.{ending}", "".join(tab.join(row) + "\n" for row in rows))
+    name = f"hub:{path}?query=anchor&pos=positive&neg=negative"
+    assert f'give "{name}"' in said_by(capsys, "data", "check", str(path))
+    (example,) = open_dataset(name, "train").examples()
+    assert example.negatives[0].text == "b"
+
+
+@pytest.mark.parametrize("folder", [True, False])
+@pytest.mark.parametrize("name", ["T.CSV", "t.csv", "T.JSONL", "t.csv.gz"])
+def test_endings_in_capitals_and_columns_with_signs_work(folder, name, tmp_path):
+    columns = ["query", "Q&A", "x, y", "100%"]
+    if "csv" in name.lower():
+        content = 'query,Q&A,"x, y",100%\none,a,b,c\n'
+    else:
+        content = lines(dict(zip(columns, ["one", "a", "b", "c"], strict=True)))
+    path = (write_gzip if name.endswith(".gz") else write)(tmp_path / "d" / name, content)
+    source = path.parent if folder else path
+    data = open_dataset(f"hub:{source}?query=query&pos=Q%26A,x%2C y&neg=100%", "train")
+    (example,) = data.examples()
+    assert [passage.text for passage in example.positives] == ["a", "b"]
+    assert [passage.text for passage in example.negatives] == ["c"]
+
+
+def test_an_unknown_column_is_answered_with_names_that_can_be_given(tmp_path):
+    path = write(tmp_path / "t.csv", 'query,Q&A,"x, y"\none,a,b\n')
+    with pytest.raises(InputError, match="'Q' not found; available: query, Q%26A, x%2C y"):
+        open_dataset(f"hub:{path}?query=query&pos=Q", "train").examples()
+    with pytest.raises(InputError, match="write %26 for & and %2C for a comma"):
+        open_dataset(f"hub:{path}?query=query&pos=Q&A", "train").examples()
+
+
+def test_a_folder_with_two_configurations_gets_the_form_that_works(tmp_path, capsys):
+    for part in ("a", "b"):
+        write(tmp_path / "two" / part / "x.jsonl", lines({"query": part, "pos": ["p"]}))
+    card = "".join(f"- config_name: {part}\n  data_files: {part}/*.jsonl\n" for part in "ab")
+    write(tmp_path / "two" / "README.md", f"---\nconfigs:\n{card}---\n")
+    name = f"hub:{tmp_path / 'two'}"
+    assert f"has the configurations a, b; choose one, such as {name}:a" in said_by(
+        capsys, "data", "check", name
+    )
+    assert open_dataset(f"{name}:a", "train").train_set().queries["text"][:] == ["a"]
+
+
+# encodings
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "guess"),
+    [
+        ("café crème", "cp1252", "probably cp1252 (Windows). Convert the file: iconv -f CP1252 -t"),
+        ("naïve “quotes”", "cp1252", "probably cp1252"),
+        ("Größe", "latin-1", "probably cp1252"),
+        ("北京是首都", "gb18030", "perhaps GB18030, Shift_JIS or cp1251. Convert the file: iconv"),
+        ("日本の首都", "shift_jis", "perhaps GB18030, Shift_JIS or cp1251"),
+        ("столица России", "cp1251", "perhaps GB18030, Shift_JIS or cp1251"),
+    ],
+)
+@pytest.mark.parametrize("form", ["jsonl", "corpus", "csv", "queries.tsv"])
+def test_the_encoding_of_a_file_is_guessed(text, encoding, guess, form, tmp_path):
+    content = {
+        "jsonl": lines(*PAIRS) + f'{{"query": "{text}", "pos": ["a"]}}\n',
+        "corpus": lines(PASSAGE) + f'{{"_id": "2", "title": "", "text": "{text}"}}\n',
+        "csv": f"query,pos\none,a\n{text},b\n",
+        "queries.tsv": f"1\tone\n2\t{text}\n",
+    }[form]
+    path = write(tmp_path / f"x.{form}", content.encode(encoding))
+    name = f"hub:{path}?query=query&pos=pos" if form == "csv" else path
+    read = {
+        "corpus": lambda data: data.corpus,
+        "queries.tsv": lambda data: data.queries,
+        "jsonl": lambda data: data.examples(),
+        "csv": lambda data: data.examples(),
+    }[form]
+    with pytest.raises(InputError) as error:
+        read(open_dataset(name, "train"))
+    line = content[: content.index(text)].count("\n") + 1
+    assert str(error.value).startswith(f"{path}:{line}:")
+    assert f"is not UTF-8; the encoding is {guess}" in str(error.value)
+    assert "damaged" not in str(error.value)
+    write(path, content)  # negative control
+    assert read(open_dataset(name, "train"))
+
+
+def test_utf_16_is_recognized(tmp_path):
+    path = write(tmp_path / "x.jsonl", lines(*PAIRS).encode("utf-16"))
+    with pytest.raises(InputError, match=r"encoding is probably UTF-16\..* -f UTF-16"):
+        open_dataset(path).examples()
+
+
+# files without texts
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("1\t20\t30\n2\t21\t31\n", "found only ids"),  # qidpidtriples.train.tsv
+        ("q1\td20\td30\nq2\td21\td31\n", "found only ids"),
+        ("q1\td20\t1\nq2\td21\t0\n", "found only ids"),  # qrels
+        ("1\t20\n2\t21\n", "found only ids"),
+        ("what is x\tit is y\tit is z\n", "the first column has texts"),  # triples.train.tsv
+    ],
+)
+@pytest.mark.parametrize(
+    "command", ["data check {}", "mine --model bm25 --data {d} --corpus {} --output o"]
+)
+def test_triples_and_judgements_are_no_corpus(content, said, command, tmp_path, capsys):
+    path = write(tmp_path / "triples.tsv", content)
+    words = command.format(path, d=write(tmp_path / "pairs.jsonl", lines(*PAIRS))).split()
+    assert f"{path}:1: {said}" in said_by(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    "content", ["1\tone\tT\n2\ttwo 2\tT2\n", "1\t7 is a prime\t1\n", "d1\tx y\n"]
+)
+def test_short_passages_are_a_corpus(content, tmp_path):
+    assert len(open_dataset(write(tmp_path / "p.tsv", content)).corpus) == content.count("\n")
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf", gzip.compress(b"")])
+@pytest.mark.parametrize("name", ["corpus.jsonl", "queries.jsonl", "qrels/test.tsv"])
+def test_an_empty_file_is_called_empty(content, name, tmp_path, capsys):
+    path = write(beir(tmp_path / "d", split="test") / name, content)
+    words = ["evaluate", "--model", "bm25", "--data", str(tmp_path / "d")]
+    assert f"{path}: is empty; it must have at least a " in said_by(capsys, *words)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.tsv", "x.json"])
+def test_an_empty_file_of_any_format_is_called_empty(name, tmp_path, capsys):
+    path = write(tmp_path / name, "")
+    assert f"{path}: is empty; " in said_by(capsys, "data", "check", str(path))
+    words = ["evaluate", "--model", "bm25", "--questions", str(path), "--passages", str(path)]
+    assert f"{path}: is empty; " in said_by(capsys, *words)
+
+
+# gzipped outputs and odd texts
+
+
+@pytest.mark.parametrize("ending", [".gz", ".GZ"])
+def test_outputs_with_the_ending_gz_are_gzipped(ending, tmp_path):
+    data = str(beir(tmp_path / "d"))
+    texts = [{"_id": f"p{n}", "text": f"answer to query {n}"} for n in range(6)]
+    write(tmp_path / "d" / "corpus.jsonl", lines(*texts))
+    outputs = {
+        f"mined.jsonl{ending}": f"mine --model bm25 --data {data} --num_negatives 1 --output",
+        f"run.trec{ending}": f"search --model bm25 --data {data} --split train --output",
+        f"examples.jsonl{ending}": f"data convert {data} --to jsonl",
+        f"dpr.json{ending}": f"data convert {data} --to dpr",
+    }
+    for name, command in outputs.items():
+        assert main([*command.split(), str(tmp_path / name)]) == 0
+        assert gzip.decompress((tmp_path / name).read_bytes()).startswith((b"{", b"q0 Q0 ", b"["))
+    assert read_run(tmp_path / f"run.trec{ending}")
+    assert len(open_dataset(tmp_path / f"mined.jsonl{ending}").examples()) == 3
+
+
+@pytest.mark.parametrize("query", ["null", "~", "true", "3", "[text]", "{text: 1}", "2020-01-01"])
+def test_a_query_is_always_text(query, tmp_path, capsys):
+    passages = [{**PASSAGE, "text": f"the text {query}"}, {**PASSAGE, "_id": "2", "text": "other"}]
+    path = write(tmp_path / "corpus.jsonl", lines(*passages))
+    words = [
+        "search",
+        "--model",
+        "bm25",
+        "--data",
+        str(path),
+        "--query",
+        f"text {query}"[5 * (query != "~") :],
+    ]
+    assert main(words) == 0
+    assert f"the text {query}" in capsys.readouterr().out
+
+
+def test_the_home_folder_can_be_written_with_a_tilde(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    data = beir(tmp_path / "d", split="test")
+    write(tmp_path / "e" / "pairs.jsonl", lines({"anchor": "one", "positive": "a"}))
+    write(
+        tmp_path / "c.yaml", "data: {train: ~/d, dev: ~/d}\nmodel: {name: ~/m}\noutput_dir: ~/o\n"
+    )
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    assert main(["evaluate", "--model", "bm25", "--data=~/d", "--output=~/m.json"]) == 0
+    assert (tmp_path / "m.json").is_file()
+    assert main(["evaluate", "--model", "bm25", "--data=~/d,~/e/../d"]) == 0
+    assert main(["data", "check", "~/d"]) == 0
+    assert main(["data", "check", "hub:~/e?query=anchor&pos=positive"]) == 0
+    capsys.readouterr()
+    assert main(["train", "--config=~/c.yaml", "--print_config"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(f": {tmp_path}/") == 4
+    assert not os.listdir(tmp_path / "work")
+    # negative control: a text is no path, and a folder may be named ~
+    write(Path("~") / "corpus.jsonl", (data / "corpus.jsonl").read_text())
+    assert main(["search", "--model", "bm25", "--data", "~/corpus.jsonl", "--query", "~/text"]) == 0
+    assert "text 0" in capsys.readouterr().out
