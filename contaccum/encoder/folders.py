@@ -149,6 +149,7 @@ class ModelFile(TypedDict, total=False):
     num_hidden_layers: Annotated[int, msgspec.Meta(ge=0, le=100_000)] | None
     max_position_embeddings: int | None
     model_max_length: float | None
+    add_eos_token: bool | None
     do_lower_case: bool | None
     max_seq_length: Positive | None
     query_length: Positive | None

@@ -56,20 +56,18 @@ def load_tokenizer(files: TowerFiles, trust_remote_code: bool) -> Any:
     If an adapter has no tokenizer, load the tokenizer of its base.
     """
     name, subfolder = files.name, files.subfolder
-    if (
-        optional_json(name, f"{subfolder}/tokenizer_config.json".lstrip("/"), ModelFile) is None
-        and files.base
-    ):
+    config = optional_json(name, f"{subfolder}/tokenizer_config.json".lstrip("/"), ModelFile)
+    if config is None and files.base:
         name, subfolder = files.base.name, ""
+        config = optional_json(name, "tokenizer_config.json", ModelFile)
     tokenizer = AutoTokenizer.from_pretrained(
         name, subfolder=subfolder, trust_remote_code=trust_remote_code
     )
     require_fast(tokenizer)
-    for key in (
-        "is_local",
-        "local_files_only",
-    ):  # options of this call only: they must not be saved with the tokenizer
+    for key in ("is_local", "local_files_only"):  # options of this call, not to be saved
         tokenizer.init_kwargs.pop(key, None)
+    if config is not None and config.get("add_eos_token"):
+        append_eos(tokenizer)  # since version 5, transformers ignores this setting of e5-mistral
     if tokenizer.pad_token is None:  # decoder-only models: padding is masked, so any token works
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:

@@ -322,12 +322,9 @@ class TowerLoader:
                 lora.load_adapter(backbone, files.name, files.subfolder)
             tokenizer = load_tokenizer(files, self.trust_remote_code)
         check_vocabulary(tokenizer, word_embeddings(backbone))
-        decoder = decoder_only(backbone.config.model_type)
-        if (
-            decoder
-        ):  # no token attends to padding on the right, and positions start at the first token
-            tokenizer.padding_side = "right"
-        if decoder and files.plain and self.pooling == "last":
+        # padding on the left would shift the positions of a text by the length of another text
+        tokenizer.padding_side = "right"
+        if decoder_only(backbone.config.model_type) and files.plain and self.pooling == "last":
             # a sentence-transformers model or a saved encoder has a tokenizer that appends the
             # token if it was trained with it
             append_eos(tokenizer)

@@ -500,3 +500,35 @@ def test_the_padding_check_sees_each_tower_and_precision(bert, tmp_path):
         options = {**SIZE, "passage_name": tmp_path, "dtype": dtype}
         (message,) = warned(lambda options=options: DualEncoder.load(bert, **options))
         assert message.startswith(f"{tmp_path}: padding changes the vectors")
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean", "last"])
+def test_a_tokenizer_that_pads_on_the_left_does_not_shift_positions(pooling, tmp_path):
+    folder = family_folder("bert", tmp_path)
+    change_json(folder / "tokenizer_config.json", padding_side="left")
+    assert AutoTokenizer.from_pretrained(folder).padding_side == "left"
+    encoder = DualEncoder.load(folder, pooling=pooling, **SIZE)
+    alone = encoder.encode_queries(["the red fox"])
+    together = encoder.encode_queries(["the red fox", "a blue whale swims in the sea"])[:1]
+    np.testing.assert_allclose(together, alone, atol=1e-6)
+    # negative control
+    encoder.query_tower.tokenizer.padding_side = "left"
+    together = encoder.encode_queries(["the red fox", "a blue whale swims in the sea"])[:1]
+    assert np.abs(together - alone).max() > 1e-2
+
+
+@pytest.mark.parametrize("asked", [True, False, None])
+def test_add_eos_token_of_a_sentence_transformers_folder_is_obeyed(asked, tmp_path):
+    """As in e5-mistral. transformers 5 reads only tokenizer.json, which adds no token."""
+    plain = family_folder("mistral", tmp_path / "plain")
+    modules = [Transformer(str(plain), max_seq_length=12), Pooling(32, "lasttoken")]
+    SentenceTransformer(modules=modules).save(str(tmp_path / "st"), create_model_card=False)
+    if asked is not None:
+        change_json(tmp_path / "st" / "tokenizer_config.json", add_eos_token=asked)
+    encoder = DualEncoder.load(tmp_path / "st")
+    tokens = encoder.query_tower.tokenizer("the red fox").tokens()
+    assert tokens == ["[CLS]", "the", "red", "fox"] + ["[SEP]"] * bool(asked)
+    encoder.save(tmp_path / "saved")
+    np.testing.assert_array_equal(
+        DualEncoder.load(tmp_path / "saved").encode_queries(TEXTS), encoder.encode_queries(TEXTS)
+    )
