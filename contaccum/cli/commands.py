@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import warnings
@@ -66,12 +67,14 @@ def _encode(job: options.EncodeConfig, encoder: EncoderConfig, policy: DataPolic
 def _search(
     task: options.QueryConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy
 ) -> object:
-    from contaccum.retrieval.retriever import look, search
+    from contaccum.retrieval.retriever import look, search, words_of
     from contaccum.retrieval.runs import render_passages
     from contaccum.runtime.processes import joined
 
     task.check()
     _warn(unused_with_bm25(encoder, settings))
+    if task.json and task.query is None:
+        _warn(["--json has no effect without --query"])
     k = (100 if task.output else 10) if task.k is None else task.k
     how: dict[str, Any] = {
         "data": task.data,
@@ -82,10 +85,18 @@ def _search(
     }
     with joined(encoder.timeout_minutes) as group:
         if task.query is not None:
-            return (
-                render_passages(look(encoder, query=task.query, group=group, **how))
-                or "no passage was found"
-            )
+            passages = look(encoder, query=task.query, group=group, **how)
+            if task.json:
+                return "\n".join(
+                    json.dumps({"rank": rank, **passage._asdict()}, ensure_ascii=False)
+                    for rank, passage in enumerate(passages, start=1)
+                )
+            if not passages:
+                return "no passage was found"
+            if is_main():
+                # printed here, because the caller escapes the codes that mark words
+                print(render_passages(passages, set(words_of(task.query)), sys.stdout.isatty()))
+            return None
         search(encoder, output=task.output, group=group, **how)
     return task.output
 

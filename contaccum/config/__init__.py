@@ -75,6 +75,14 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
+    @classmethod
+    def from_config(cls, *files: str) -> "TrainConfig":
+        """Read a config from YAML files or from ready-made configs, such as ``finetune``.
+
+        A later file overrides an earlier one. Raises InputError as the command line does.
+        """
+        return load([cls], files)[0]
+
     @property
     def spec(self) -> MethodSpec:
         return METHOD_SPECS[self.method]

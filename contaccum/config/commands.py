@@ -81,6 +81,8 @@ class QueryConfig:
     """Text of a single query. The best passages for this query are printed."""
     k: PositiveInt | None = None
     """Number of passages to find for each query. Default: 100 with --output, else 10."""
+    json: bool = setting(False, flag=True)
+    """Print the passages of --query for programs: one JSON object a line, with the whole text."""
 
     def check(self) -> None:
         """Raise InputError unless exactly one of --query and --output is given."""

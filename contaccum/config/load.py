@@ -342,7 +342,9 @@ def _option_value(known: Mapping[str, Field], name: str, given: str | Sequence[s
     if not isinstance(given, str) or name not in known:
         return given if isinstance(given, bool | str) else list(given)
     kind = known[name].type
-    if kind is str or str in get_args(kind):
+    if kind == list[str] and re.fullmatch(r"[\w.-]+", given):
+        return [given]  # a single word needs no brackets
+    if kind is str or (str in get_args(kind) and get_origin(kind) is not list):
         # in a config, null is no value; for a command, leaving out the option says that
         return None if given == "null" and "." in name and kind is not str else given
     try:

@@ -207,6 +207,10 @@ class DualEncoder(nn.Module):
             self.passage_tower, texts, settings.max_passage_length, batch_tokens, progress
         )
 
+    # the names in sentence-transformers
+    encode_query = encode_queries
+    encode_document = encode_passages
+
     @contextmanager
     def in_lockstep(self, kind: str) -> Iterator[None]:
         """Allow the processes to encode different numbers of batches inside the ``with`` block.

@@ -305,10 +305,9 @@ def render_mined(report: Mapping[str, Any], output: str | Path) -> str:
     """Format a mining report as text."""
     head = f"{output}: {report['negatives']} negatives for {report['queries']} queries"
     if report["queries_with_fewer"]:
-        head += (
-            f"; {report['queries_with_fewer']} queries have fewer than "
-            f"{report['settings']['num_negatives']} negatives"
-        )
+        most = report["settings"]["num_negatives"]
+        number = "no negative" if most == 1 else f"fewer than {most} negatives"
+        head += f"; {report['queries_with_fewer']} queries have {number}"
     taken = ", ".join(f"{name} {count}" for name, count in report["removed"].items())
     table = [" " * 10 + "".join(f"{name:>10s}" for name in SPREAD)]
     table += [

@@ -7,7 +7,8 @@ passages by id, so ``read_run`` does it too.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -165,15 +166,45 @@ def rows_of(corpus: Dataset, ids: set[str]) -> dict[str, int]:
     return rows
 
 
-def render_passages(passages: Sequence[RankedPassage]) -> str:
-    """Format each passage as two lines: rank, score, id and title; then the text.
+def render_passages(
+    passages: Sequence[RankedPassage], words: Collection[str] = (), mark: bool = False
+) -> str:
+    """Format each passage as two lines: rank, score, id and title; then the best part of its text.
 
-    Control characters become spaces.
+    Control characters become spaces. words: words of the query. mark: whether to print them bold.
     """
+    # a word does not match inside a longer one, but Chinese or Thai text has no spaces
+    choices = "|".join(
+        rf"\b{re.escape(word)}\b" if word.isascii() else re.escape(word) for word in words
+    )
+    pattern = re.compile(choices or r"(?!)", re.IGNORECASE)
     lines = []
     for rank, passage in enumerate(passages, start=1):
         lines.append(f"{rank:3d}   {passage.score:7.4f}  {passage.id}  {passage.title}")
-        lines.append(f"      {passage.text}")
-    return "\n".join(
-        "".join(letter if letter.isprintable() else " " for letter in line) for line in lines
-    )
+        lines.append(f"      {best_part(passage.text, pattern)}")
+    lines = ["".join(letter if letter.isprintable() else " " for letter in line) for line in lines]
+    if mark:
+        lines = [pattern.sub(lambda word: f"\x1b[1m{word[0]}\x1b[0m", line) for line in lines]
+    return "\n".join(lines)
+
+
+def best_part(text: str, words: re.Pattern[str], length: int = 200) -> str:
+    """Return the part of a text with the most different words of the query.
+
+    The part has at most ``length`` characters. The first such part is taken, and "…" shows what is
+    missing.
+    """
+    if len(text) <= length:
+        return text
+    found = [(match.start(), match.end(), match[0].lower()) for match in words.finditer(text)]
+    best, most = 0, len({word for _, end, word in found if end <= length})
+    for first, _, _ in found:
+        # some words before the first word of the query
+        start = max(0, text.rfind(" ", 0, max(0, first - length // 5)) + 1)
+        number = len({word for at, end, word in found if at >= start and end <= start + length})
+        if number > most:
+            best, most = start, number
+    part = text[best : best + length]
+    if best + length < len(text):
+        part = (part[: part.rfind(" ")] if " " in part else part) + " …"
+    return ("… " if best else "") + part
