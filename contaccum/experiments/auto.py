@@ -457,8 +457,14 @@ class Auto:
             state.best = max(state.best or 0.0, training.best.get("score", 0.0))
             self.say(f"training: step {training.done} of {training.total}")
 
-        end = time.monotonic() + left + evaluating
-        pace = Pace(end, most, state.expected("dev"), config.run.eval_steps, report)
+        pace = Pace(
+            end=time.monotonic() + left + evaluating + state.after_training(),
+            most=most,
+            evaluation=state.expected("dev"),
+            eval_steps=config.run.eval_steps,
+            after=state.after_training(),
+            report=report,
+        )
         run_job("run", config, self.test, after_step=pace)
 
     def _measured_step(self, values: Values) -> float:
@@ -524,10 +530,12 @@ class Pace:
     It changes the number of steps. The learning rate falls to 0 at the new end.
     """
 
-    deadline: float  # by time.monotonic, for the last step and the dev evaluations
+    end: float  # by time.monotonic
     most: int  # maximum number of steps
     evaluation: float = 0.0  # expected seconds of a dev evaluation
     eval_steps: int = 0  # steps between dev evaluations; 0: only after the last step
+    after: float = 0.0  # expected seconds from the last dev evaluation to the end
+    slower: float = 1.0  # seconds of the last dev evaluation / expected seconds
     report: Callable[[Training], None] | None = None  # called when steps change, and once a minute
     steps: list[float] = field(default_factory=list)  # seconds of each step so far
     last: float | None = None  # end of the last step
@@ -539,18 +547,22 @@ class Pace:
             self.steps.append(now - self.last)
         self.last = now
         planned = training.total
-        if now >= self.deadline:
-            training.set_total(training.done)
-        elif len(self.steps) >= 2:
+        if len(self.steps) >= 2:
             # a median, because some steps include an evaluation or a checkpoint
             step = statistics.median(self.steps[-20:])
+            if self.eval_steps and self.evaluation and training.done % self.eval_steps == 1:
+                # the dev evaluation before this step shows whether the machine is slower now
+                self.slower = max(1.0, (self.steps[-1] - step) / self.evaluation)
             every = self.eval_steps or planned
             evaluations = -(-planned // every) - training.done // every
-            left = self.deadline - now - evaluations * self.evaluation
+            reserved = self.slower * (evaluations * self.evaluation + self.after)
+            left = self.end - now - reserved
             total = min(self.most, training.done + max(0, int(left / step)))
             # a small change is not worth a jump of the learning rate, except near the end
             if abs(total - planned) > 0.05 * planned or total < planned <= training.done + 20:
                 training.set_total(total)
+        elif now >= self.end - self.after:
+            training.set_total(training.done)
         if self.report and (training.total != planned or now - self.reported > REPORT_SECONDS):
             self.reported = now
             self.report(training)

@@ -5,16 +5,17 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from helpers import tiny_encoder, train_config, write_beir
 from invented_set import write_invented_set
-from processes import python
 
 from contaccum.cli import main
 from contaccum.config.experiments import AutoConfig
@@ -173,7 +174,7 @@ class SteadyRun:
     def set_total(self, total):
         self.total = max(self.done, total)
 
-    def run(self, pace, seconds):
+    def run(self, pace, seconds, slower=1.0):
         """Take all steps, and evaluate when it is due. seconds: function from a step to its
         seconds."""
         while self.done < self.total:
@@ -182,7 +183,7 @@ class SteadyRun:
             pace(self)
             last = self.done == self.total
             if last or (pace.eval_steps and self.done % pace.eval_steps == 0):
-                self.clock[0] += pace.evaluation
+                self.clock[0] += slower * pace.evaluation
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_a_run_ends_at_its_deadline(monkeypatch, seconds, steps):
     clock = [0.0]
     set_clock(monkeypatch, clock)
     run = SteadyRun(clock, 100)
-    run.run(auto.Pace(deadline=100.0, most=200), seconds)
+    run.run(auto.Pace(end=100.0, most=200), seconds)
     assert clock[0] <= 104
     assert run.done == pytest.approx(steps, rel=0.1)
 
@@ -211,6 +212,18 @@ def test_dev_evaluations_count_towards_the_deadline(monkeypatch):
     run.run(auto.Pace(100.0, 200, evaluation=10.0, eval_steps=25), lambda _: 1.0)
     assert run.done == pytest.approx(70, abs=3)
     assert clock[0] <= 102
+
+
+@pytest.mark.parametrize("slower", [1.0, 2.0])
+def test_a_slow_dev_evaluation_leaves_more_time_for_the_last_one(monkeypatch, slower):
+    """The first of two dev evaluations shows how long the test will take."""
+    clock = [0.0]
+    set_clock(monkeypatch, clock)
+    run = SteadyRun(clock, 70)
+    pace = auto.Pace(100.0, 200, evaluation=5.0, eval_steps=30, after=20.0)
+    run.run(pace, lambda _: 1.0, slower)
+    assert clock[0] + slower * pace.after <= 102
+    assert pace.slower == pytest.approx(slower)
 
 
 def test_the_rate_is_that_of_64_texts_if_the_time_allows(monkeypatch):
@@ -381,49 +394,83 @@ def test_a_call_on_changed_data_is_refused(kind, tmp_path, monkeypatch):
         run()
 
 
+@contextmanager
+def slowed(share: float):
+    """Stop the processes that this test started for all but ``share`` of the time."""
+    ended = threading.Event()
+
+    def signal_all(number):
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def run():
+        while not ended.wait(0.2 * share):
+            signal_all(signal.SIGSTOP)
+            ended.wait(0.2 * (1 - share))
+            signal_all(signal.SIGCONT)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 @pytest.mark.acceptance
-def test_a_call_that_is_killed_twice_ends_with_a_better_model(tmp_path):
-    """Invented words without a dev split; killed in tuning and in training."""
+def test_a_slowed_call_with_more_time_that_is_killed_twice_ends_in_time(tmp_path):
+    """Invented words without a dev split, at half of the CPU.
+
+    The first time is too short. The call with a longer time is killed after the evaluation of the
+    untrained model and in training.
+    """
     write_invented_set(tmp_path / "demo")
     (tmp_path / "demo" / "qrels" / "dev.tsv").unlink()
-    call = [python(), "-m", "contaccum", "auto", "--memory", "8GB", "--time", "150s"]
-    call += [
-        "--output_dir",
-        str(tmp_path / "auto"),
-        "--data.train",
-        str(tmp_path / "demo"),
-        "--model.name",
-        "tiny",
-    ]
+    folder = tmp_path / "auto"
+    call = [sys.executable, "-m", "contaccum", "auto", "--output_dir", str(folder)]
+    call += ["--data.train", str(tmp_path / "demo"), "--model.name", "tiny"]
     call += ["--model.temperature", "0.05", "--optim.learning_rate", "1e-3", "--run.device", "cpu"]
-    call += ["--model.max_passage_length", "64"]
+    call += ["--model.max_passage_length", "64", "--time"]
     environment = {**os.environ, "CONTACCUM_CACHE": str(tmp_path / "cache")}
-    state = tmp_path / "auto" / "auto.json"
-    ends = {
-        "tuning": lambda: len(list((tmp_path / "auto" / "tune").glob("*/tuned.json"))) >= 2,
-        "training": lambda: any((tmp_path / "auto" / "train" / "checkpoints").glob("step-*")),
-    }
-    for reached in ends.values():
-        with subprocess.Popen(call, env=environment, stderr=subprocess.DEVNULL) as running:
-            while not reached():
-                assert running.poll() is None
-                time.sleep(0.1)
-            running.send_signal(signal.SIGKILL)
-        before = json.loads(state.read_text())
-    done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
+
+    def state():
+        file = folder / "auto.json"
+        return json.loads(file.read_text()) if file.is_file() else {"seconds": {}}
+
+    short = subprocess.run([*call, "5s"], env=environment, capture_output=True, text=True)
+    assert short.returncode == 2
+    assert "--time is 5s, which leaves no time to train on this machine" in short.stderr
+    call.append("300s")
+    with slowed(0.5):
+        for reached in (
+            lambda: "untrained" in state()["seconds"],
+            lambda: any((folder / "train" / "checkpoints").glob("step-*")),
+        ):
+            with subprocess.Popen(call, env=environment, stderr=subprocess.DEVNULL) as running:
+                while not reached():
+                    assert running.poll() is None
+                    time.sleep(0.1)
+                running.send_signal(signal.SIGKILL)
+        before = state()
+        done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "against the untrained model: the trained model is better; use it" in done.stdout
-    after = json.loads(state.read_text())
-    assert (after["chosen"], after["steps"]) == (before["chosen"], before["steps"])
-    assert (tmp_path / "auto" / "report.html").is_file()
+    assert "against the untrained model: " in done.stdout
+    after = state()
+    for kept in ("chosen", "dev_passages", "micro_batch_size"):
+        assert after[kept] == before[kept]
+    assert after["seconds"]["untrained"] == before["seconds"]["untrained"]
+    assert after["spent"] < 300
+    assert (folder / "report.html").is_file()
     test_queries = {
         line.split("\t")[0]
         for line in (tmp_path / "demo" / "qrels" / "test.tsv").read_text().splitlines()[1:]
     }
-    metrics = json.loads((tmp_path / "auto" / "train" / "metrics.json").read_text())
+    metrics = json.loads((folder / "train" / "metrics.json").read_text())
     assert metrics["per_query"].keys() == test_queries
     for part in ("train", "dev"):
-        text = (Path(tmp_path / "auto" / "data" / part / "qrels") / f"{part}.tsv").read_text()
+        text = (folder / "data" / part / "qrels" / f"{part}.tsv").read_text()
         assert not test_queries & {line.split("\t")[0] for line in text.splitlines()[1:]}
     again = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
     assert again.stdout.splitlines()[:-1] == done.stdout.splitlines()[:-1]  # all but the time
