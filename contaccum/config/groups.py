@@ -67,9 +67,9 @@ class DataConfig(DataPolicy):
     """Data for training and for evaluation during training (dev data)."""
 
     train: str = setting("", metavar="DATA")
-    """Training data: a path or a name. Path: BEIR folder, DPR JSON file, JSONL file of
-    query/pos/neg, or Tevatron JSONL file; files can be gzipped. Name: scifact, dpr/nq-train,
-    miracl/sw, mteb/NFCorpus, or
+    """Training data: the path of a BEIR folder, of a DPR JSON file, or of a JSONL file with query,
+    pos and neg or in Tevatron's form, gzipped or not; or a name, such as scifact, dpr/nq-train,
+    miracl/sw, mteb/NFCorpus or
     hub:owner/name:configuration:split?query=COLUMN&pos=COLUMN&neg=COLUMN."""
     split: str = "train"
     """Split to train on: the name of a qrels file in a BEIR folder."""
