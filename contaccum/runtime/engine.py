@@ -11,7 +11,7 @@ import gc
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -78,9 +78,8 @@ class Engine(Processes):
             0  # number of finished optimizer steps; seed and step determine all random numbers
         )
         self._encoded: list[tuple[list[str], Tensor]] = []
-        self._casts_reusable = (
-            False  # whether the next pass may use the half-precision weights of the last pass
-        )
+        # kind of the next pass that may use the half-precision weights of the last pass
+        self._casts: Literal["", "no graph", "graph"] = ""
         self._separate = sharding.SeparateBackward()  # only for sharded weights
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -186,12 +185,13 @@ class Engine(Processes):
         Returns the gathered queries (b, d) and passages (b, 1 + H, d). Only the vectors of this
         process have gradients.
         """
-        # Cast the weights to half precision again unless a backward pass came last: casts of a
-        # no-grad pass have no gradient, and casts that several passes share before their backward
-        # pass would sum the gradients in half precision.
-        if not self._casts_reusable:
+        # No-grad passes share the casts of the weights to half precision. A pass with a graph
+        # cannot use them, because they have no gradient. It uses those of the last pass only after
+        # its backward pass; before, the gradients of both would be summed in half precision.
+        graph = torch.is_grad_enabled()
+        if self._casts != ("graph" if graph else "no graph"):
             torch.clear_autocast_cache()
-        self._casts_reusable = False
+        self._casts = "" if graph else "no graph"
         with self.autocast(), self._first_pass_dropout():
             queries, passages = self.encoder(batch)
         if self.sharded and torch.is_grad_enabled():
@@ -258,7 +258,7 @@ class Engine(Processes):
         """
         self.scaler.scale(value).backward()
         self._separate.run()
-        self._casts_reusable = True
+        self._casts = "graph"
 
     def encode_again(self, batch: MicroBatch, step: int, index: int) -> tuple[Tensor, Tensor]:
         """Encode a past micro-batch again, with the current weights and its dropout noise.

@@ -201,8 +201,8 @@ def test_passes_of_a_step_share_the_casts_of_the_weights(method):
     (once, _), (shared, ours) = found[Engine, 1], found[Engine, 3]
     (_, _), (separate, plain) = found[SeparateCasts, 1], found[SeparateCasts, 3]
     assert separate >= 3 * once
-    # only a pass after a backward pass uses casts again; layer norm casts inside its kernel
-    assert once < shared <= separate * {"grad_cache": 0.9, "in_batch": 1.0}.get(method, 0.5)
+    # passes with a graph share casts only after a backward pass; layer norm casts inside its kernel
+    assert once < shared <= separate * {"grad_cache": 0.7, "in_batch": 1.0}.get(method, 0.5)
     assert torch.equal(ours, plain)
 
 
