@@ -12,6 +12,7 @@ because ``datasets`` converts texts such as 2020-01-01 to dates.
 import json
 import os
 import re
+import warnings
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -48,6 +49,7 @@ from contaccum.formats.records import (
 )
 from contaccum.formats.training import known_fields
 from contaccum.runtime.cache import cached_folder, file_key
+from contaccum.runtime.files import read_json, write_json
 from contaccum.runtime.hub import hub_errors
 
 FIELDS = ("query", "pos", "neg", "query_id")
@@ -66,6 +68,7 @@ FAILURES: tuple[Any, ...] = (
 )
 """Errors that can occur while a data set is loaded. ``datasets`` raises RuntimeError if the data
 set has a loading script."""
+LABELS = "labelled_0.json"  # number of rows with label 0, next to examples.jsonl
 Rows = Iterable[tuple[SourceLocation, Record]]
 """Rows of a file: pairs of the location (for error messages) and the record."""
 _UNREADABLE = (OSError, ValueError, RuntimeError, DatasetsError, EOFError, TypeError, zlib.error)
@@ -236,12 +239,13 @@ def fetch_hub(text: str, split: str) -> Path:
         files = split_files(name, name.builder(name.configuration), name.split or split)
 
     def write(folder: Path) -> None:
+        labelled_0 = 0
         with open(folder / "examples.jsonl", "w", encoding="utf-8", newline="\n") as file:
             for number, (_, row) in enumerate(name.rows(files), 1):
-                if (
-                    number == 1 and not name.columns
-                ):  # raises an error if no format has these fields
+                if number == 1 and not name.columns:
+                    # raises an error if no format has these fields
                     kind_of_record(row, RowLocation(Path(text), 1))
+                labelled_0 += str(row.get("label")) in ("0", "0.0", "False")
                 record = _mapped(name, row, number) if name.columns else known_fields(row)
                 try:
                     line = json.dumps(record, ensure_ascii=False)
@@ -250,9 +254,17 @@ def fetch_hub(text: str, split: str) -> Path:
                         f"{text}, row {number}: {error}; only texts and numbers are allowed"
                     ) from error
                 file.write(f"{line}\n")
+        write_json(folder / LABELS, labelled_0)
 
     key = [READER_VERSION, name.repository, name.configuration, name.columns, _key(files)]
-    return cached_folder("hub", key, write) / "examples.jsonl"
+    folder = cached_folder("hub", key, write)
+    if labelled_0 := read_json(folder / LABELS, int):
+        warnings.warn(
+            f"{text}: {labelled_0} rows have label 0, but the column label is not read, and every "
+            "row is a positive pair. If 0 means not relevant, remove these rows.",
+            stacklevel=2,
+        )
+    return folder / "examples.jsonl"
 
 
 def _mapped(name: HubName, row: Record, number: int) -> Record:

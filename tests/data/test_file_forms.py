@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,20 @@ def test_an_unknown_column_is_answered_with_names_that_can_be_given(tmp_path):
         open_dataset(f"hub:{path}?query=query&pos=Q", "train").examples()
     with pytest.raises(InputError, match="write %26 for & and %2C for a comma"):
         open_dataset(f"hub:{path}?query=query&pos=Q&A", "train").examples()
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, False, "0"])
+def test_rows_with_label_0_are_warned_of_at_every_use(zero, tmp_path):
+    rows = [{"sentence1": "a", "sentence2": "b", "label": label} for label in (1, zero, zero)]
+    path = write(tmp_path / "pairs.jsonl", lines(*rows))
+    name = f"hub:{path}?query=sentence1&pos=sentence2"
+    for _ in range(2):  # the second time, the cache has the rows
+        with pytest.warns(UserWarning, match="2 rows have label 0, but .* positive pair"):
+            assert open_dataset(name, "train").path
+    write(path, lines(*({**row, "label": 1} for row in rows)))  # negative control
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert open_dataset(name, "train").path
 
 
 def test_a_folder_with_two_configurations_gets_the_form_that_works(tmp_path, capsys):
