@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Real search gets better in ten minutes: sets up, makes a data set of API documentation, evaluates BM25 and all-MiniLM-L6-v2, trains
+# Real search gets better in minutes: sets up, makes a data set of API documentation, evaluates BM25 and all-MiniLM-L6-v2, trains
 # this encoder with four methods at equal cost on two cores, and compares them. Run again, it does what is missing; delete
 # runs/quickstart to begin anew.
 set -euo pipefail

@@ -43,6 +43,8 @@ class Command:
     line: int
     text: str
     reason: str | None = None
+    of_earlier_commit: bool = False
+    """Whether the block first checks out the last commit with a script."""
     words: list[str] = field(default_factory=list)
     """The words of the command, without variables set before it."""
     variables: dict[str, str] = field(default_factory=dict)
@@ -145,4 +147,5 @@ def _command(block: Block, start: int, text: str) -> Command | None:
         name, _, variables[name] = words.pop(0).partition("=")
     if not words or words[0].rsplit("/", 1)[-1] not in PROGRAMS:
         return None
-    return Command(block.page, block.line + start, text, block.reason, words, variables)
+    earlier = block.lines[0].startswith("git checkout ")
+    return Command(block.page, block.line + start, text, block.reason, earlier, words, variables)
