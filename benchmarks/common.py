@@ -35,15 +35,9 @@ from contaccum.methods.loss import InfoNCE
 from contaccum.runtime.engine import Engine
 
 PACKAGES = (
-    "contaccum",
-    "torch",
-    "transformers",
-    "sentence-transformers",
-    "peft",
-    "bitsandbytes",
-    "numpy",
+    "contaccum", "torch", "transformers", "sentence-transformers", "peft", "bitsandbytes", "numpy",
     "faiss-cpu",
-)
+)  # fmt: skip
 QUERY_TOKENS, PASSAGE_TOKENS = 16, 128
 """Length of the made texts, special tokens included."""
 REAL_LENGTHS = (64, 256)

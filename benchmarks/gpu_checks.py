@@ -111,15 +111,9 @@ def check_precision(args: Any, scratch: Path) -> Findings:
             continue
         metrics = folder / "metrics.json"
         given = [
-            "--model",
-            str(folder / "model"),
-            "--data",
-            str(scratch / "invented"),
-            "--output",
-            str(metrics),
-            "--device",
-            args.device,
-        ]
+            "--model", str(folder / "model"), "--data", str(scratch / "invented"),
+            "--output", str(metrics), "--device", args.device,
+        ]  # fmt: skip
         contaccum("evaluate", *given)
         score = json.loads(metrics.read_text())["mean"]["ndcg@10"]
         seconds = sum(line["seconds"] for line in read_log(folder) if "loss" in line)

@@ -101,29 +101,16 @@ def make_steps(out: Path, device: str, quick: bool) -> list[Step]:
     texts = ["--model", model, "--real_texts", data, "--precision", precision]
     for pairs in (8,) if quick else (8, 64):
         sizes = [
-            "--micro",
-            str(pairs),
-            "--pairs",
-            "256",
-            "--sizes",
-            "1024",
-            "16384",
-            "131072",
-            "--repeats",
-            "3",
-        ]
+            "--micro", str(pairs), "--pairs", "256", "--sizes", "1024", "16384", "131072",
+            "--repeats", "3",
+        ]  # fmt: skip
         steps.append(script(2, f"methods_{pairs}", "methods", *texts, *sizes, most=170))
     steps.append(
         script(
-            2,
-            "peers",
-            "peers",
-            *texts,
-            "--token_budget",
-            most=140,
+            2, "peers", "peers", *texts, "--token_budget", most=140,
             needs=("sentence_transformers",),
         )
-    )
+    )  # fmt: skip
     steps.append(script(2, "plan", "plan_error", "--model", model, "--data", data, most=200))
     encoding = ["--model", model, "--data", data, "--repeats", "3"]
     steps.append(
@@ -150,32 +137,17 @@ def study(out: Path, device: str, precision: str, quick: bool) -> Step:
     )
     short = (
         [
-            "--optim.max_steps",
-            "4",
-            "--model.tiny_width",
-            "32",
-            "--model.tiny_vocabulary",
-            "300",
-            "--baselines",
-            "none",
+            "--optim.max_steps", "4", "--model.tiny_width", "32", "--model.tiny_vocabulary", "300",
+            "--baselines", "none",
         ]
         if quick
         else []
-    )
+    )  # fmt: skip
     call = [
-        PYTHON,
-        "-m",
-        "contaccum",
-        "compare",
-        "--config",
-        "configs/study/demo.yaml",
-        "--data.train",
-        str(write_invented_set(out / "invented")),
-        "--methods",
-        methods,
-        "--seeds",
-        seeds,
-    ]
+        PYTHON, "-m", "contaccum", "compare", "--config", "configs/study/demo.yaml",
+        "--data.train", str(write_invented_set(out / "invented")), "--methods", methods,
+        "--seeds", seeds,
+    ]  # fmt: skip
     plain = ["--replay.share", "1", "--optim.epochs", "5"]  # fmt: skip
     place = ["--output_dir", str(out / "study"), "--run.device", device, "--run.save_steps", "0"]
     return Step(3, "study", [*call, *place, *plain, *short], most=60 * PART_MINUTES)

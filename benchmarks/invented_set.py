@@ -32,27 +32,9 @@ _VERBATIM = 0.5  # share of them named in the passages' own words
 _FRAMES = ("Which {noun} {what}?", "Name the {noun} that {what}.")
 
 _ONSETS = (
-    "b",
-    "br",
-    "d",
-    "dr",
-    "f",
-    "g",
-    "h",
-    "k",
-    "l",
-    "m",
-    "n",
-    "p",
-    "r",
-    "s",
-    "st",
-    "t",
-    "tr",
-    "v",
-    "w",
-    "z",
-)
+    "b", "br", "d", "dr", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "st", "t", "tr", "v",
+    "w", "z",
+)  # fmt: skip
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "ou")
 _ENDS = ("l", "m", "n", "r", "th", "x", "nd", "rk")
 

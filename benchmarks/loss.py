@@ -126,14 +126,9 @@ def main() -> None:
         ])  # fmt: skip
     growth = exponent(args.sizes, [r["seconds"]["incremental"]["median"] for r in results])
     heads = [
-        "M",
-        "incremental, ms",
-        "full, ms",
+        "M", "incremental, ms", "full, ms", "full ÷ incremental", "incremental, MiB", "full, MiB",
         "full ÷ incremental",
-        "incremental, MiB",
-        "full, MiB",
-        "full ÷ incremental",
-    ]
+    ]  # fmt: skip
     intro = (
         f"B = {args.micro}, d = {args.dim}, {args.repeats} rounds, interleaved; median (smallest "
         "to largest). Memory is beyond the vectors of the bank, the kept log-sum-exps included. "

@@ -74,12 +74,9 @@ def peak(trainee: Trainee, method: str, size: int) -> int:
 def arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--sizes",
-        type=int,
-        nargs="+",
-        default=[128, 1024, 4096, 16_384, 131_072],
+        "--sizes", type=int, nargs="+", default=[128, 1024, 4096, 16_384, 131_072],
         help="bank sizes, in rows",
-    )
+    )  # fmt: skip
     parser.add_argument("--pairs", type=int, default=128, help="pairs in an update (N)")
     parser.add_argument("--micro", type=int, default=8, help="pairs in a micro-batch (B)")
     parser.add_argument("--repeats", type=int, default=5)

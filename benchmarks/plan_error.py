@@ -141,15 +141,9 @@ def main() -> None:
         for row in rows
     ]  # fmt: skip
     heads = [
-        "configuration",
-        "predicted MB",
-        "measured MB",
-        "÷",
-        "error that plan states",
-        "predicted s/step",
-        "s/step",
-        "÷",
-    ]
+        "configuration", "predicted MB", "measured MB", "÷", "error that plan states",
+        "predicted s/step", "s/step", "÷",
+    ]  # fmt: skip
     about = (
         "Peak memory and time of a step: prediction of `contaccum plan` against training at the "
         f"micro-batch size that the plan chose for {BUDGET}. Targets: within 5 % and 25 %."

@@ -66,43 +66,21 @@ class Verb:
 def verbs(data: Path, model: Path, config: Path) -> dict[str, Verb]:
     def train(output: Path, method: str) -> list[str]:
         return [
-            "train",
-            "--config",
-            str(config),
-            "--method",
-            method,
-            "--output_dir",
-            str(output),
+            "train", "--config", str(config), "--method", method, "--output_dir", str(output),
             "--resume",
-        ]
+        ]  # fmt: skip
 
     def encode(output: Path, kind: str) -> list[str]:
         source = [
-            "--model",
-            str(model),
-            "--input",
-            str(data),
-            "--kind",
-            kind,
-            "--output",
-            str(output),
-        ]
+            "--model", str(model), "--input", str(data), "--kind", kind, "--output", str(output),
+        ]  # fmt: skip
         return ["encode", *source, "--shard_size", "20", "--batch_tokens", "64"]
 
     def compare(output: Path, methods: str) -> list[str]:
         return [
-            "compare",
-            "--config",
-            str(config),
-            "--methods",
-            methods,
-            "--seeds",
-            "1",
-            "--baselines",
-            "bm25",
-            "--output_dir",
-            str(output),
-        ]
+            "compare", "--config", str(config), "--methods", methods, "--seeds", "1",
+            "--baselines", "bm25", "--output_dir", str(output),
+        ]  # fmt: skip
 
     return {
         "train": Verb(train, METHODS, ("model/**/*",)),

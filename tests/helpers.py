@@ -262,20 +262,9 @@ def write_beir(folder: Path, queries: int = 40) -> Path:
 def write_uneven_beir(folder: Path, queries: int = 40) -> Path:
     """Write a BEIR folder as ``write_beir`` does, with passages of 8 to 29 words."""
     words = [
-        "near",
-        "the",
-        "old",
-        "mill",
-        "where",
-        "snow",
-        "falls",
-        "late",
-        "and",
-        "few",
-        "people",
-        "ever",
-        "pass",
-    ]
+        "near", "the", "old", "mill", "where", "snow", "falls", "late", "and", "few", "people",
+        "ever", "pass",
+    ]  # fmt: skip
     write_beir(folder, queries)
     file = folder / "corpus.jsonl"
     passages = [json.loads(line) for line in file.read_text().splitlines()]

@@ -73,17 +73,15 @@ def test_ready_made_configs_have_names(name, capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        (
-            "finetun",
-            "finetun: no such file, and no ready-made config has this name; choose one of finetune",
-        ),
+        ("finetun",
+         "finetun: no such file, and no ready-made config has this name; choose one of finetune"),
         ("../pyproject", "no ready-made config has this name"),
         ("presets", "no ready-made config has this name"),
         ("", "no ready-made config has this name"),
         ("no.yaml", "no.yaml: cannot be read (No such file or directory)"),
         ("s3://bucket/finetune.yaml", "s3://bucket/finetune.yaml: cannot be read"),
     ],
-)
+)  # fmt: skip
 def test_unknown_config_names_are_refused(name, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["train", f"--config={name}"]) == 2
@@ -122,14 +120,9 @@ def test_presets_are_laid_over_a_config_without_a_warning(memory, fast, capsys, 
     over = [f"{memory}.yaml", *(["fast.yaml"] if fast else [])]
     given = [word for name in over for word in ("--config", str(folder / name))]
     printed = print_config(
-        capsys,
-        CONFIGS[0].parent / "finetune.yaml",
-        *given,
-        "--output_dir",
-        "x",
-        "--data.train",
-        "x",
-    )
+        capsys, CONFIGS[0].parent / "finetune.yaml", *given, "--output_dir", "x",
+        "--data.train", "x",
+    )  # fmt: skip
     made = from_mapping(printed)
     validate(made)
     assert not [str(one.message) for one in recwarn if "no effect" in str(one.message)]
@@ -223,45 +216,33 @@ SEPARATE = {
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            {"batch.micro_batch_size": 5},
-            "batch.global_batch_size 16 is not divisible by batch.micro_batch_size 5 x 1",
-        ),
+        ({"batch.micro_batch_size": 5},
+         "batch.global_batch_size 16 is not divisible by batch.micro_batch_size 5 x 1"),
         ({"batch.micro_batch_tokens": 0}, "batch.micro_batch_tokens is 0, expected at least 1"),
-        (
-            {"batch.micro_batch_tokens": 320, "batch.micro_batch_size": 8, "bank.size": 12},
-            "bank.size is 12, but cont_accum can push 16 entries at once",
-        ),
+        ({"batch.micro_batch_tokens": 320, "batch.micro_batch_size": 8, "bank.size": 12},
+         "bank.size is 12, but cont_accum can push 16 entries at once"),
         (
             {"run.memory_budget": "11"},
             "run.memory_budget is '11', expected a number above 0 and below 1e15, and a unit (GiB, "
             "MiB, GB, MB",
         ),
-        (
-            {"run.memory_budget": f"{'9' * 400}GB"},
-            f"run.memory_budget is '{'9' * 40}', expected a number above 0 and below",
-        ),
+        ({"run.memory_budget": f"{'9' * 400}GB"},
+         f"run.memory_budget is '{'9' * 40}', expected a number above 0 and below"),
         ({"run.memory_budget": "0GB"}, "run.memory_budget is '0GB', expected a number above 0"),
         ({"run.memory_budget": "-1GB"}, "run.memory_budget is '-1GB', expected a number above 0"),
         ({"bank.size": 3}, "bank.size is 3, but cont_accum can push 4 entries at once"),
         ({"bank.age_decay": -0.5}, "bank.age_decay is -0.5, expected at least 0"),
-        (
-            {"method": "cont_cache", "bank.size": 12},
-            "bank.size is 12, but cont_cache can push 16 entries at once",
-        ),
+        ({"method": "cont_cache", "bank.size": 12},
+         "bank.size is 12, but cont_cache can push 16 entries at once"),
         ({"method": "no_such"}, "method is 'no_such', expected one of in_batch"),
         ({"data.train": ""}, "data.train is not set"),
         ({"seed": -1}, "seed is -1, expected at least 0"),
         ({"output_dir": ""}, "output_dir is not set"),
-        (
-            {"model.tie_towers": True, "model.passage_name": "x"},
-            "model.passage_name is 'x', but model.tie_towers is true",
-        ),
+        ({"model.tie_towers": True, "model.passage_name": "x"},
+         "model.passage_name is 'x', but model.tie_towers is true"),
         ({"model.temperature": 0.0}, "model.temperature is 0.0, expected more than 0"),
-        (
-            {"model.tiny_width": 48},
-            "model.tiny_width is 48, expected at least 32 and a multiple of 32",
-        ),
+        ({"model.tiny_width": 48},
+         "model.tiny_width is 48, expected at least 32 and a multiple of 32"),
         ({"model.dropout": 1.5}, "model.dropout is 1.5, expected from 0 to 1"),
         ({"optim.warmup_ratio": 2.0}, "optim.warmup_ratio is 2.0, expected from 0 to 1"),
         ({"optim.warmup_ratio": 0.1, "optim.warmup_steps": 3}, "are both given"),
@@ -269,48 +250,28 @@ SEPARATE = {
         ({"run.keep_checkpoints": 0}, "run.keep_checkpoints is 0, expected at least 1"),
         ({"run.timeout_minutes": 0.0}, "run.timeout_minutes is 0.0, expected more than 0"),
         ({"run.bank_check_steps": -1}, "run.bank_check_steps is -1, expected at least 0"),
-        (
-            {"loss.matryoshka_dims": [8, 8]},
-            "loss.matryoshka_dims is [8, 8], expected integers of at least 1, each only once",
-        ),
-        (
-            {"loss.matryoshka_dims": [0]},
-            "loss.matryoshka_dims is [0], expected integers of at least 1, each only once",
-        ),
-        (
-            {"loss.matryoshka_dims": [8], "loss.matryoshka_weights": [1.0, 2.0]},
-            "loss.matryoshka_weights has 2 numbers, expected 1: one per width in matryoshka_dims",
-        ),
+        ({"loss.matryoshka_dims": [8, 8]},
+         "loss.matryoshka_dims is [8, 8], expected integers of at least 1, each only once"),
+        ({"loss.matryoshka_dims": [0]},
+         "loss.matryoshka_dims is [0], expected integers of at least 1, each only once"),
+        ({"loss.matryoshka_dims": [8], "loss.matryoshka_weights": [1.0, 2.0]},
+         "loss.matryoshka_weights has 2 numbers, expected 1: one per width in matryoshka_dims"),
         ({"loss.matryoshka_weights": [1.0]}, "loss.matryoshka_weights has 1 numbers, expected 0"),
-        (
-            {"loss.matryoshka_dims": [8], "loss.matryoshka_weights": [float("nan")]},
-            "loss.matryoshka_weights is [nan], expected finite numbers above 0",
-        ),
-        (
-            {"loss.distillation": "kl"},
-            "loss.distillation is kl, but data.hard_negatives is 0; set it to at least 1",
-        ),
-        (
-            {"loss.distillation_weight": 0.0},
-            "loss.distillation_weight is 0.0, expected more than 0",
-        ),
-        (
-            {"loss.teacher_temperature": -1.0},
-            "loss.teacher_temperature is -1.0, expected more than 0",
-        ),
-        (
-            {"loss.guide": "g", "loss.false_negative_margin": 0.0},
-            "loss.guide and loss.false_negative_margin are both set",
-        ),
-        (
-            {"loss.guide": "bm25"},
-            "loss.guide is 'bm25', which computes no vectors; give an encoder",
-        ),
+        ({"loss.matryoshka_dims": [8], "loss.matryoshka_weights": [float("nan")]},
+         "loss.matryoshka_weights is [nan], expected finite numbers above 0"),
+        ({"loss.distillation": "kl"},
+         "loss.distillation is kl, but data.hard_negatives is 0; set it to at least 1"),
+        ({"loss.distillation_weight": 0.0},
+         "loss.distillation_weight is 0.0, expected more than 0"),
+        ({"loss.teacher_temperature": -1.0},
+         "loss.teacher_temperature is -1.0, expected more than 0"),
+        ({"loss.guide": "g", "loss.false_negative_margin": 0.0},
+         "loss.guide and loss.false_negative_margin are both set"),
+        ({"loss.guide": "bm25"},
+         "loss.guide is 'bm25', which computes no vectors; give an encoder"),
         ({"loss.guide": ""}, "loss.guide is '', expected a folder or a name on the Hub"),
-        (
-            {"loss.guide": "g", "loss.guide_margin": float("inf")},
-            "loss.guide_margin is inf, expected a finite number",
-        ),
+        ({"loss.guide": "g", "loss.guide_margin": float("inf")},
+         "loss.guide_margin is inf, expected a finite number"),
         (
             {"loss.guide": "g", "loss.guide_margin": -0.1, "loss.margin_strategy": "relative"},
             "loss.guide_margin is -0.1, expected a number from 0 to 1, because "
@@ -321,19 +282,15 @@ SEPARATE = {
             "loss.false_negative_margin is 1.5, expected a number from 0 to 1, because "
             "loss.margin_strategy is relative",
         ),
-        (
-            {"loss.margin_strategy": "both"},
-            "loss.margin_strategy is 'both', expected one of absolute, relative",
-        ),
+        ({"loss.margin_strategy": "both"},
+         "loss.margin_strategy is 'both', expected one of absolute, relative"),
         (
             {**SEPARATE, "data.hard_negatives": 0},
             "data.mixture[1].in_batch_negatives is false, but data.hard_negatives is 0, so this "
             "data set has no negatives",
         ),
-        (
-            {**SEPARATE, "data.fill_negatives": "random"},
-            "data.mixture[1].in_batch_negatives is false, but data.fill_negatives is random",
-        ),
+        ({**SEPARATE, "data.fill_negatives": "random"},
+         "data.mixture[1].in_batch_negatives is false, but data.fill_negatives is random"),
         (
             {**SEPARATE, "data.mixture": ALL_SEPARATE},
             "data.mixture: in_batch_negatives is false for all sets, so the bank of cont_accum "
@@ -347,21 +304,15 @@ SEPARATE = {
         ),
         ({"run.metric": "recall@1000"}, "run.metric is 'recall@1000', expected MEASURE@K"),
         ({"optim.learning_rate": float("nan")}, "optim.learning_rate is nan"),
-        (
-            {"model.attention": "flash_attention_2", "run.precision": "fp32"},
-            "model.attention is flash_attention_2, but run.precision is fp32",
-        ),
-        (
-            {"model.unpad": True, "run.compile": "default"},
-            "run.compile is default, but model.unpad is true",
-        ),
+        ({"model.attention": "flash_attention_2", "run.precision": "fp32"},
+         "model.attention is flash_attention_2, but run.precision is fp32"),
+        ({"model.unpad": True, "run.compile": "default"},
+         "run.compile is default, but model.unpad is true"),
         ({"replay.share": 0.0}, "replay.share is 0.0, expected more than 0 and at most 1"),
-        (
-            {"batch.on_out_of_memory": "grow"},
-            "batch.on_out_of_memory is 'grow', expected one of shrink, stop",
-        ),
+        ({"batch.on_out_of_memory": "grow"},
+         "batch.on_out_of_memory is 'grow', expected one of shrink, stop"),
     ],
-)
+)  # fmt: skip
 def test_each_broken_rule_is_one_sentence(changes, sentence):
     with pytest.raises(InputError, match=re.escape(sentence)) as error:
         validate(config(**changes))
@@ -371,60 +322,38 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            {"batch.micro_batch_tokens": 320, "batch.micro_batch_size": 4},
-            "batch.micro_batch_size has no effect with batch.micro_batch_tokens",
-        ),
-        (
-            {"method": "in_batch", "batch.micro_batch_tokens": 320},
-            "batch.micro_batch_tokens has no effect with method in_batch",
-        ),
+        ({"batch.micro_batch_tokens": 320, "batch.micro_batch_size": 4},
+         "batch.micro_batch_size has no effect with batch.micro_batch_tokens"),
+        ({"method": "in_batch", "batch.micro_batch_tokens": 320},
+         "batch.micro_batch_tokens has no effect with method in_batch"),
         ({"run.eval_steps": 5}, "run.eval_steps has no effect without data.dev"),
         ({"allow_changes": True}, "allow_changes has no effect without resume"),
         ({"optim.reference_batch_size": 64}, "optim.reference_batch_size has no effect"),
-        (
-            {"loss.teacher_temperature": 2.0},
-            "loss.teacher_temperature has no effect with loss.distillation none",
-        ),
-        (
-            {"loss.distillation_weight": 2.0},
-            "loss.distillation_weight has no effect with loss.distillation none",
-        ),
-        (
-            {"method": "cont_cache", "bank.keep": False},
-            "With bank.keep=false, the bank is emptied before its rows are used",
-        ),
-        (
-            {"bank.keep": False, "bank.age_decay": 1.0},
-            "bank.age_decay has no effect with bank.keep false",
-        ),
-        (
-            {"bank.hard_negatives": False},
-            "bank.hard_negatives has no effect with data.hard_negatives 0",
-        ),
-        (
-            {"data.fill_negatives": "none"},
-            "data.fill_negatives has no effect with data.hard_negatives 0",
-        ),
+        ({"loss.teacher_temperature": 2.0},
+         "loss.teacher_temperature has no effect with loss.distillation none"),
+        ({"loss.distillation_weight": 2.0},
+         "loss.distillation_weight has no effect with loss.distillation none"),
+        ({"method": "cont_cache", "bank.keep": False},
+         "With bank.keep=false, the bank is emptied before its rows are used"),
+        ({"bank.keep": False, "bank.age_decay": 1.0},
+         "bank.age_decay has no effect with bank.keep false"),
+        ({"bank.hard_negatives": False},
+         "bank.hard_negatives has no effect with data.hard_negatives 0"),
+        ({"data.fill_negatives": "none"},
+         "data.fill_negatives has no effect with data.hard_negatives 0"),
         ({"replay.share": 0.5}, "replay.share has no effect with method cont_accum"),
         ({"loss.guide_margin": 0.1}, "loss.guide_margin has no effect without loss.guide"),
-        (
-            {"loss.margin_strategy": "relative"},
-            "loss.margin_strategy has no effect with loss.false_negative_margin null",
-        ),
+        ({"loss.margin_strategy": "relative"},
+         "loss.margin_strategy has no effect with loss.false_negative_margin null"),
         ({"run.metric": "mrr@10"}, "run.metric has no effect without data.dev"),
         ({"optim.epochs": 3.0}, "optim.epochs has no effect with optim.max_steps"),
         ({"model.passage_name": "x"}, "model.passage_name has no effect with model.name tiny"),
-        (
-            {"model.name": "x", "model.tiny_width": 64},
-            "model.tiny_width has no effect without model.name tiny",
-        ),
-        (
-            {"model.unpad": True, "model.attention": "eager"},
-            "model.attention has no effect with model.unpad",
-        ),
+        ({"model.name": "x", "model.tiny_width": 64},
+         "model.tiny_width has no effect without model.name tiny"),
+        ({"model.unpad": True, "model.attention": "eager"},
+         "model.attention has no effect with model.unpad"),
     ],
-)
+)  # fmt: skip
 def test_settings_without_effect_are_named(changes, sentence):
     with pytest.warns(UserWarning, match=sentence):
         validate(config(**changes))
@@ -551,24 +480,20 @@ def assigned(**changes) -> TrainConfig:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            {"optim.max_steps": "6"},
-            "optim.max_steps is '6', expected a whole number (at least 1), or null",
-        ),
+        ({"optim.max_steps": "6"},
+         "optim.max_steps is '6', expected a whole number (at least 1), or null"),
         ({"bank.size": 24.0}, "bank.size is 24.0, expected a whole number"),
         ({"optim.learning_rate": True}, "optim.learning_rate is true, expected a number"),
         ({"resume": "false"}, "resume is 'false', expected true or false"),
-        (
-            {"loss.matryoshka_dims": ["8"]},
-            "loss.matryoshka_dims is ['8'], expected a list of whole numbers",
-        ),
+        ({"loss.matryoshka_dims": ["8"]},
+         "loss.matryoshka_dims is ['8'], expected a list of whole numbers"),
         ({"data.mixture": ["a"]}, "data.mixture[0] is 'a', expected a mapping with train, split"),
         ({"data.mixture": [{"train": 1}]}, "data.mixture[0].train is 1, expected text"),
         ({"bank": {"size": 8}}, "bank is a mapping, expected a BankConfig"),
         ({"optim.lr": 1e-4}, "optim.lr: no such setting; use optim.learning_rate"),
         ({"bank.sise": 4}, "bank.sise: no such setting; did you mean bank.size?"),
     ],
-)
+)  # fmt: skip
 def test_a_config_of_python_refuses_wrong_types_and_names(changes, sentence):
     with pytest.raises(InputError, match=re.escape(sentence)):
         validate(assigned(**changes))

@@ -85,14 +85,9 @@ def test_lightning_script_trains_a_model_that_other_libraries_load(encoder, tmp_
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     start = tmp_path / "start" / "query_encoder"
     call = [
-        EXAMPLES / "lightning_contaccum.py",
-        "--model",
-        start,
-        "--data",
-        "pairs.jsonl",
-        "--max_steps",
-        2,
-    ]
+        EXAMPLES / "lightning_contaccum.py", "--model", start, "--data", "pairs.jsonl",
+        "--max_steps", 2,
+    ]  # fmt: skip
     assert run(tmp_path, *call).splitlines()[-1] == "runs/lightning/final"
     text = ["the red fox lives in valley 3"]
     ours = DualEncoder.load(tmp_path / "runs" / "lightning" / "final").encode_queries(text)

@@ -97,16 +97,9 @@ def test_wheel_and_sdist_hold_what_they_should_and_work(tmp_path):
 
     place = tmp_path / "installed"
     install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        str(place),
+        sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(place),
         str(wheel),
-    ]
+    ]  # fmt: skip
     subprocess.run(install, check=True, capture_output=True)
     script = (
         "import contaccum, sys; print(contaccum.__file__); from contaccum.cli import main; "

@@ -80,14 +80,8 @@ def test_an_option_without_effect_is_named(call, options, named, folder, monkeyp
 def test_questions_are_answered_without_splits_and_grades(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     call = [
-        "evaluate",
-        "--model",
-        "absent/model",
-        "--questions",
-        "absent.tsv",
-        "--passages",
-        "data",
-    ]
+        "evaluate", "--model", "absent/model", "--questions", "absent.tsv", "--passages", "data",
+    ]  # fmt: skip
     assert main([*call, "--split", "dev", "--strict", "--match", "regex", "--k", "5"]) == 2
     assert [line for line in capsys.readouterr().err.splitlines() if "no effect" in line] == [
         "contaccum: warning: --split has no effect with --questions",

@@ -2,7 +2,6 @@
 
 import gzip
 import hashlib
-import io
 import json
 import socket
 import stat
@@ -108,11 +107,6 @@ def test_a_path_is_a_path_though_a_data_set_has_its_name(tmp_path, monkeypatch):
     (tmp_path / "scifact").mkdir()
     assert fetch("scifact") == Path("scifact")
     assert not open_dataset("scifact").policy.repair
-
-
-def test_the_projects_cache_is_the_place_where_nothing_else_is_said(server, tmp_path):
-    md5 = beir_archive(server.folder / "fiqa.zip", "fiqa")
-    assert beir_folder("fiqa", base_url=server.url, md5=md5) == tmp_path / "cache" / "beir" / "fiqa"
 
 
 def test_one_forum_of_cqadupstack(server, tmp_path):
@@ -362,51 +356,3 @@ def test_a_damaged_archive_is_refused_and_nothing_is_left(tmp_path, fault):
     with pytest.raises(InputError, match="not a readable zip archive"):
         unpack(tmp_path / "nq.zip", "nq", tmp_path / "out" / "nq")
     assert not (tmp_path / "out" / "nq").exists()
-
-
-def test_what_else_is_in_an_archive_is_left_out(tmp_path):
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as bundle:
-        for name in (
-            "./",
-            "nq/",
-            "nq/corpus.jsonl",
-            "__MACOSX/nq/._corpus.jsonl",
-            "nq2/corpus.jsonl",
-        ):
-            bundle.writestr(name, "")
-    (tmp_path / "nq.zip").write_bytes(buffer.getvalue())
-    unpack(tmp_path / "nq.zip", "nq", tmp_path / "out")
-    assert left(tmp_path / "out") == ["corpus.jsonl"]
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        b"http://[::1",
-        b"http://a..b/x",
-        b"http://" + b"a" * 300,
-        b"ftp://127.0.0.1/x",
-        b"http://127.0.0.1:99999/",
-        b"nonsense://x",
-        b"http://:80:80/",
-        b"http://%zz/",
-        b"http://\xff\xfe/",
-        b"//",
-    ],
-)
-def test_redirect_to_a_broken_address_is_one_sentence(target, tmp_path, monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "*")
-    monkeypatch.setattr(download, "_TIMEOUT", 0.5)  # "//" is the same server, which answers once
-    answer = (
-        b"HTTP/1.1 302 Found\r\nLocation: "
-        + target
-        + b"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-    )
-    with (
-        scripted(answer) as (url, _),
-        pytest.raises(InputError, match="cannot be downloaded") as error,
-    ):
-        beir_folder("nq", tmp_path / "cache", base_url=url)
-    assert "\n" not in str(error.value)
-    assert left(tmp_path / "cache") == []

@@ -122,31 +122,23 @@ def test_columns_of_other_names_are_mapped(triplets):
     ("mapping", "sentence"),
     [
         ("?query=anchor", "expected hub:owner/name"),
-        (
-            "?query=anchor&pos=absent",
-            "row 1: column 'absent' not found; available: anchor, positive",
-        ),
+        ("?query=anchor&pos=absent",
+         "row 1: column 'absent' not found; available: anchor, positive"),
         (
             "?query=anchor&answer=positive",
             "found 'answer=positive'; expected FIELD=COLUMN with each field at most once, where "
             "FIELD is one of query, pos, neg",
         ),
-        (
-            "?query=anchor&pos=positive&pos=list",
-            "found 'pos=list'; expected FIELD=COLUMN with each field at most once",
-        ),
+        ("?query=anchor&pos=positive&pos=list",
+         "found 'pos=list'; expected FIELD=COLUMN with each field at most once"),
         ("?query=list&pos=positive", "row 1: found 2 values for query; expected exactly one"),
-        (
-            "?query=anchor&pos=real",
-            "row 1: column 'real' has a float; expected a text or a list of texts",
-        ),
-        (
-            "?query=anchor&pos=truth",
-            "row 1: column 'truth' has a bool; expected a text or a list of texts",
-        ),
+        ("?query=anchor&pos=real",
+         "row 1: column 'real' has a float; expected a text or a list of texts"),
+        ("?query=anchor&pos=truth",
+         "row 1: column 'truth' has a bool; expected a text or a list of texts"),
         ("::dev?query=anchor&pos=positive", "split 'dev' not found; available: train"),
     ],
-)
+)  # fmt: skip
 def test_a_mapping_that_cannot_be_is_refused_in_one_sentence(mapping, sentence, triplets):
     with pytest.raises(InputError) as caught:
         open_train_set(triplets + mapping)

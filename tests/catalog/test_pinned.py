@@ -1,6 +1,5 @@
 """MTEB's and MIRACL's sets by name, from a local server with the Hub's addresses; no network."""
 
-import datetime
 import gzip
 import json
 import random
@@ -9,7 +8,7 @@ from pathlib import Path
 import datasets
 import huggingface_hub
 import pytest
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from helpers import open_retrieval_set, open_train_set
 from hub_server import HubServer
 from processes import small_disk
@@ -212,32 +211,14 @@ def test_a_missing_miracl_file_is_named(missing, hub, monkeypatch):
     kept.rename(away)
 
 
-def test_miracl_is_read_from_a_copy_in_the_hubs_cache(hub, monkeypatch):
-    miracl("de", hub.folder / JUDGED.name, hub.folder / CORPUS.name, ("dev",))
-    copy(JUDGED)
-    corpus = copy(CORPUS)
-    plug(monkeypatch, False)
-    part = corpus / "miracl-corpus-v1.0-de" / "docs-1.jsonl.gz"
-    away = part.rename(corpus / "away")
-    with pytest.raises(
-        InputError, match=r"miracl/miracl-corpus: cannot be downloaded from the Hub.*hf download"
-    ):
-        fetch("miracl/de")
-    away.rename(part)
-    assert open_retrieval_set("miracl/de", "dev").qrels == {"dev": {"0#0": 1, "0#1": 0}}
-
-
 @pytest.mark.parametrize(
     ("file", "content", "sentence"),
     [
-        (
-            "topics/topics.miracl-v1.0-de-dev.tsv",
-            "no tab\n",
-            ":1: found 'no tab'; expected a query id, a tab",
-        ),
+        ("topics/topics.miracl-v1.0-de-dev.tsv", "no tab\n",
+         ":1: found 'no tab'; expected a query id, a tab"),
         ("qrels/qrels.miracl-v1.0-de-dev.tsv", "q Q0 p x\n", ":1: the grade is 'x'"),
     ],
-)
+)  # fmt: skip
 def test_a_broken_miracl_line_is_named_and_nothing_is_kept(file, content, sentence, hub, tmp_path):
     miracl("de", hub.folder / JUDGED.name, hub.folder / CORPUS.name, ("dev",))
     write(hub.folder / JUDGED.name / "miracl-v1.0-de" / file, content)
@@ -357,15 +338,12 @@ def test_queries_of_several_splits_over_one_corpus_are_written_once(hub):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        (
-            "NFCorpsu",
-            "no MTEB retrieval task has this name; similar names are NFCorpus",
-        ),
+        ("NFCorpsu", "no MTEB retrieval task has this name; similar names are NFCorpus"),
         ("zzzzzz", "has this name$"),
         ("NFCorpus/de", "mteb/NFCorpus/de: not a data set; expected mteb/NFCorpus$"),
         ("MIRACLRetrieval", "expected mteb/MIRACLRetrieval/ and one of ar, bn, de, en"),
     ],
-)
+)  # fmt: skip
 def test_names_that_are_no_task_or_subset(name, sentence, hub):
     with pytest.raises(InputError, match=sentence):
         fetch(f"mteb/{name}")
@@ -434,32 +412,6 @@ def test_a_subset_has_its_own_judgements_and_the_queries_of_the_only_query(hub):
     assert (found.qrels, found.queries) == ({"q0": {"de-qrels": 1}}, {"q0": "query"})
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".json"])
-def test_hub_and_mteb_read_the_same_strings_from_texts_like_dates(ending, hub):
-    root = hub.folder / SCIFACT.name
-    card(
-        root,
-        {
-            "default": {
-                "test": (
-                    f"test{ending}",
-                    {"query-id": ["2020-02-02"], "corpus-id": ["2020-01-01"], "score": [1]},
-                )
-            },
-            "corpus": {"c": (f"c{ending}", {"_id": ["2020-01-01"], "text": ["1999-12-31"]})},
-            "queries": {"q": (f"q{ending}", {"_id": ["2020-02-02"], "text": ["2021-03-03"]})},
-        },
-    )
-    for name in ("mteb/SciFact", f"hub:{SCIFACT.name}@{SCIFACT.commit}", f"hub:{root}"):
-        found = open_retrieval_set(name, "test")
-        assert found.qrels == {"2020-02-02": {"2020-01-01": 1}}
-        assert found.queries == {"2020-02-02": "2021-03-03"}
-        assert found.corpus[0] == {"id": "2020-01-01", "title": "", "text": "1999-12-31"}
-    # negative control
-    other = load_dataset("json", data_files=str(root / f"c{ending}"), split="train", streaming=True)
-    assert next(iter(other))["_id"] == datetime.datetime(2020, 1, 1)
-
-
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", "-00000-of-00001.parquet", ".csv"])
 def test_examples_of_the_hub_are_read(ending, hub):
     rows = {"query": ["2020-01-01", "b"], "positive": ["2021-01-01", "x"]}
@@ -468,14 +420,6 @@ def test_examples_of_the_hub_are_read(ending, hub):
     found = load_training(DataConfig(train=name))
     assert sorted(text for text in found.texts() if text) == ["2020-01-01", "2021-01-01", "b", "x"]
     assert hub.commits == {"c" * 40}
-
-
-@pytest.mark.parametrize("name", ["hub:owner/nothing", "hub:nobody/set"])
-def test_an_unknown_name_on_the_hub_is_refused_in_one_sentence(name, hub):
-    (hub.folder / "owner").mkdir(parents=True)
-    with pytest.raises(InputError, match=f"{name}: cannot be loaded from the Hub") as caught:
-        fetch(name)
-    assert "\n" not in str(caught.value)
 
 
 def one(file: str, **columns: object) -> dict[str, tuple[str, dict[str, list]]]:
@@ -492,50 +436,28 @@ def graded(score: object) -> Parts:
 GRADE = "must be an integer from -99999 to 99999"
 BROKEN: list[tuple[Parts, str]] = [
     (graded(None), rf"test.jsonl:1: the grade is 'null'; it {GRADE}"),
-    (graded(0.7), rf"test.jsonl:1: the grade is '0.7'; it {GRADE}"),
     (graded("x"), rf"test.jsonl:1: the grade is 'x'; it {GRADE}"),
-    (graded([1]), rf"test.jsonl:1: the grade is '\[1\]'; it {GRADE}"),
-    (
-        {"default": one("test-00000-of-00001.parquet", query_id_="q0", corpus_id_="p0", score=0.7)},
-        rf"test-00000-of-00001.parquet, row 1: the grade is '0.7'; it {GRADE}",
-    ),
-    (
-        {"default": one("test.jsonl", query_id_=None, corpus_id_="p0")},
-        ":1: field 'query-id' is null; it must be an id",
-    ),
-    ({"default": one("test.jsonl", query_id_="q0")}, ":1: field 'corpus-id' is missing"),
-    (
-        {"queries": one("q.jsonl", _id=None, text="x")},
-        "mteb/SciFact: .*q.jsonl:1: field '_id' is null; it must be an id",
-    ),
-    (
-        {"queries": one("q.jsonl", id=1.5, text="x")},
-        "q.jsonl:1: field 'id' is the number 1.5; it must be an id",
-    ),
-    (
-        {"queries": one("q-00000-of-00001.parquet", _id=b"q", text="x")},
-        "row 1: field '_id' is a bytes; it must be",
-    ),
+    ({"default": one("test-00000-of-00001.parquet", query_id_="q0", corpus_id_="p0", score=0.7)},
+     rf"test-00000-of-00001.parquet, row 1: the grade is '0.7'; it {GRADE}"),
+    ({"default": one("test.jsonl", query_id_=None, corpus_id_="p0")},
+     ":1: field 'query-id' is null; it must be an id"),
+    ({"queries": one("q.jsonl", id=1.5, text="x")},
+     "q.jsonl:1: field 'id' is the number 1.5; it must be an id"),
+    ({"queries": one("q-00000-of-00001.parquet", _id=b"q", text="x")},
+     "row 1: field '_id' is a bytes; it must be"),
     (
         {"queries": {split: (f"{split}.jsonl", QUERIES) for split in ("dev", "train")}},
         "no split has both queries and judgements. Splits with only queries: dev, train. Splits "
         "with only judgements: test.",
     ),
-    (
-        {"corpus": {"c": ("c.jsonl", CORPUS_ROWS)}},
-        "configuration 'queries' not found; available: corpus",
-    ),
-    ({"corpus": {"c": ("c.bin", CORPUS_ROWS)}}, "mteb/SciFact: cannot be loaded from the Hub"),
+    ({"corpus": {"c": ("c.jsonl", CORPUS_ROWS)}},
+     "configuration 'queries' not found; available: corpus"),
     (
         {"corpus": {"c": ("c.jsonl", {"_id": ["p0"]})}},
         r"mteb/SciFact: .*/c.jsonl:1: field 'text' is missing \(other fields: '_id'\); it is "
         r"required and must be a string",
     ),
-    (
-        {"corpus": {"c": ("c.jsonl", {"_id": ["p0"], "text": [["x"]]})}},
-        "c.jsonl:1: field 'text' is a list; it must be a string",
-    ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("parts", "sentence"), BROKEN)
@@ -554,29 +476,15 @@ def test_a_repository_in_another_layout_is_refused_in_one_sentence(parts, senten
     assert not (tmp_path / "cache" / "mteb").exists()
 
 
-def spoiled(content: bytes) -> bytes:
-    middle = len(content) // 2
-    return (
-        content[:middle]
-        + bytes(byte ^ 255 for byte in content[middle : middle + 20])
-        + content[middle + 20 :]
-    )
-
-
 @pytest.mark.parametrize(
     ("file", "damage", "sentence"),
     [
         ("c.jsonl.gz", lambda c: c[: len(c) // 2], "the gzip stream is damaged or truncated"),
-        ("c.jsonl.gz", spoiled, "the gzip stream is damaged or truncated"),
         ("c.jsonl", lambda content: content[:-5], r":2: not JSON \(.*\); each line must be a row"),
-        ("c.jsonl", lambda content: b"null\n", ":1: found null; it must be a row"),
-        ("c-00000-of-00001.parquet", lambda content: content[:-5], r"cannot be read after row 0 .* "
-                                                                   r"probably damaged"),
-        ("c.csv.gz", lambda content: gzip.compress(b"_id,text\np,x\n")[:-4], r"cannot be read "
-                                                                             r"after row [01] "
-                                                                             r"\(.*end"),
-        ("c.csv.gz", lambda content: b"_id,text", r"cannot be read after row 0 \(Not a gzipped "
-                                                  r"file"),
+        ("c-00000-of-00001.parquet", lambda content: content[:-5],
+         r"cannot be read after row 0 .* probably damaged"),
+        ("c.csv.gz", lambda content: gzip.compress(b"_id,text\np,x\n")[:-4],
+         r"cannot be read after row [01] \(.*end"),
         ("c.tsv", lambda content: b"", r"cannot be read after row 0 \(No columns"),
     ],
 )  # fmt: skip
@@ -592,18 +500,6 @@ def test_a_damaged_file_is_named_and_nothing_is_kept(file, damage, sentence, hub
         fetch("mteb/SciFact")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "cache" / "mteb").exists()
-
-
-def test_rows_of_a_set_of_the_hub_are_named_by_their_configuration(hub, monkeypatch):
-    card(hub.folder / "set", {
-        "qrels": {"test": ("test.jsonl", QRELS)},
-        "corpus": {"c": ("c.jsonl", CORPUS_ROWS)},
-        "queries": {"q": ("q.jsonl", {"_id": ["q0", None], "text": ["x", "y"]})},
-    })  # fmt: skip
-    with pytest.raises(
-        InputError, match=r"^hub:.*/set: .*q.jsonl:2: field '_id' is null; it must be an id \("
-    ):
-        fetch(f"hub:{hub.folder / 'set'}")
 
 
 def test_a_full_disk_is_told_as_one(tmp_path):
@@ -633,32 +529,16 @@ HEAD = "configs:\n- config_name: {}\n  data_files:"
             r"README.md: its metadata cannot be read \(while parsing a flow "
             r"sequence",
         ),
-        ("- a", "README.md: its metadata cannot be read"),
         ("configs: 5", "Expected configs to be a list"),
         ("[" * 3000, "README.md: its metadata cannot be read"),
-        (HEAD.format("[corpus]") + " x.jsonl", "unhashable"),
         *(
             (HEAD.format("corpus") + each, "mteb/SciFact: cannot be loaded from the Hub")
-            for each in (
-                " {}",
-                "",
-                " 5",
-                " [5]",
-                " [[x]]",
-                " {test: []}",
-                " {test: {a: b}}",
-                "\n  - split: test",
-                "\n  - path: x.jsonl",
-                "\n  - split: [a]\n    path: x.jsonl",
-                "\n  - split: ../a\n    path: x.jsonl",
-            )
+            for each in (" 5", " [[x]]", " {test: {a: b}}", "\n  - split: ../a\n    path: x.jsonl")
         ),
-        (
-            HEAD.format("corpus") + "\n" + "  - split: a\n    path: x.jsonl\n" * 2,
-            "Some splits are duplicated",
-        ),
+        (HEAD.format("corpus") + "\n" + "  - split: a\n    path: x.jsonl\n" * 2,
+         "Some splits are duplicated"),
     ],
-)
+)  # fmt: skip
 def test_a_card_in_another_layout_is_refused(head, sentence, hub):
     rest = (
         "- config_name: queries\n  data_files: x.jsonl\n- config_name: default\n  data_files: "

@@ -52,15 +52,8 @@ def without_lines(rows):
 
 
 NO_JSON: list[str | bytes] = [
-    "garbage\n",
-    "{\n",
-    "5\n",
-    '["a"]\n',
-    "{}\n",
-    b"\xff\xfe\n",
-    "nul\0\n",
-    '{"_id": "\\ud800"}\n',
-]
+    "garbage\n", "{\n", "5\n", '["a"]\n', "{}\n", b"\xff\xfe\n", "nul\0\n", '{"_id": "\\ud800"}\n',
+]  # fmt: skip
 PAIR = {"query_id": "q", "query": "q", "pos": ["a"], "neg": ["b"]}
 TEVATRON = {
     "query_id": "q",
@@ -94,14 +87,8 @@ FORMS = {
         lambda path, bad: without_lines(read_qrels(path, bad)),
         [f"q{n}\tp{n}\t{n}\n" for n in range(6)],
         [
-            "q\tp\n",
-            "q\tp\tx\n",
-            "\tp\t1\n",
-            "q p 1 2 3\n",
-            "q\tp\t1.5\n",
-            b"\xff\tp\t1\n",
-            "q\t0\tp\t1\n",
-            "\x1c\n",
+            "q\tp\n", "q\tp\tx\n", "\tp\t1\n", "q p 1 2 3\n", "q\tp\t1.5\n", b"\xff\tp\t1\n",
+            "q\t0\tp\t1\n", "\x1c\n",
         ],
         head="query-id\tcorpus-id\tscore\n",
     ),
@@ -178,7 +165,7 @@ FORMS = {
             "who?\t['a']\tx\n",
         ],
     ),
-}
+}  # fmt: skip
 
 
 def file_of(form: Form, pieces: list[str | bytes], path: Path) -> Path:
@@ -297,23 +284,14 @@ def test_check_lists_all_errors_of_a_beir_folder(added, sentences, tmp_path, cap
                 "(record 4): passage '2'",
             ],
         ),
-        (
-            "questions.csv",
-            "who?\t['a']\nwhen?\t[]\nwhere?\n",
-            [":2: the answers are '[]'", ":3: found 1 columns"],
-        ),
-        (
-            "corpus.tsv",
-            "1\ttext\tT\n2\tx\n\tx\tT\n",
-            [":2: found 2 columns", ":3: the id is empty"],
-        ),
-        (
-            "queries.tsv",
-            "1\ttext\n2\t \n1\ty\n",
-            [":2: the text of query '2' is empty", ":3: duplicate query id '1'"],
-        ),
+        ("questions.csv", "who?\t['a']\nwhen?\t[]\nwhere?\n",
+         [":2: the answers are '[]'", ":3: found 1 columns"]),
+        ("corpus.tsv", "1\ttext\tT\n2\tx\n\tx\tT\n",
+         [":2: found 2 columns", ":3: the id is empty"]),
+        ("queries.tsv", "1\ttext\n2\t \n1\ty\n",
+         [":2: the text of query '2' is empty", ":3: duplicate query id '1'"]),
     ],
-)
+)  # fmt: skip
 def test_check_lists_all_errors_of_a_file(name, content, sentences, tmp_path):
     path = write(tmp_path / name, content)
     with warnings.catch_warnings():

@@ -168,14 +168,10 @@ def test_only_the_files_of_dead_processes_are_removed(tmp_path):
     assert (
         main(
             [
-                "data",
-                "convert",
-                str(tmp_path / "pairs.jsonl"),
-                str(tmp_path / "out.jsonl"),
-                "--to",
-                "dpr",
+                "data", "convert", str(tmp_path / "pairs.jsonl"), str(tmp_path / "out.jsonl"),
+                "--to", "dpr",
             ]
         )
         == 0
-    )
+    )  # fmt: skip
     assert [path.exists() for path in (living, elsewhere, dead)] == [True, True, False]

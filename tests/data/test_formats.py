@@ -1,9 +1,6 @@
 """Every reader against the written data (csv and json modules as reference), and every refusal."""
 
-import csv
-import gzip
 import json
-import random
 
 import pytest
 from helpers import read_corpus, read_examples, read_queries
@@ -62,15 +59,6 @@ def test_a_surrogate_pair_is_one_character(tmp_path):
     assert next(read_corpus(path)).text == "\U0001f600"
 
 
-def test_truncated_or_damaged_gzip_is_refused(tmp_path):
-    rows = ({"_id": str(n), "text": str(random.Random(n).random())} for n in range(2000))
-    whole = gzip.compress(lines(*rows).encode())
-    assert "gzip" in refusal(read_corpus, write(tmp_path / "cut.jsonl.gz", whole[:-2000]))
-    assert "gzip" in refusal(
-        read_corpus, write(tmp_path / "bad.jsonl.gz", whole[:5000] + b"\xff" * 50 + whole[5050:])
-    )
-
-
 def test_queries_are_read_and_an_empty_text_is_refused(tmp_path):
     path = write(tmp_path / "q.jsonl", lines({"_id": 3, "text": "x"}, {"_id": "b", "text": " "}))
     assert next(read_queries(path)) == ("3", "x")
@@ -95,16 +83,6 @@ def test_qrels_are_read_with_and_without_header_and_in_trec_format(tmp_path):
 
 
 # DPR
-
-
-def test_dpr_corpus_reads_what_the_csv_module_writes(tmp_path):
-    rows = [["1", 'He said "no"\tand left', "T"], ["2", "two\nlines", 'A "b"'], ["3", "plain", ""]]
-    path = tmp_path / "psgs.tsv"
-    with open(path, "w", newline="") as file:
-        csv.writer(file, delimiter="\t", lineterminator="\n").writerows(
-            [["id", "text", "title"], *rows]
-        )
-    assert list(read_corpus(path)) == [Passage(key, title, text) for key, text, title in rows]
 
 
 def test_dpr_corpus_reads_a_passage_longer_than_the_csv_modules_limit(tmp_path):
@@ -170,11 +148,6 @@ def test_a_broken_json_list_is_located(tmp_path, text, words):
         lambda path: json_records(path, "things", as_it_is), write(tmp_path / "t.json", text)
     )
     assert all(word in sentence for word in words), sentence
-
-
-def test_bytes_that_are_not_utf8_in_a_json_list_are_located(tmp_path):
-    path = write(tmp_path / "t.json", b'[{"a": 1},\n{"a": "\xff"}]')
-    assert ":2" in refusal(lambda path: json_records(path, "things", as_it_is), path)
 
 
 VALUES = st.dictionaries(

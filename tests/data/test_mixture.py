@@ -213,15 +213,12 @@ def test_a_mixture_is_read_from_a_config_file(sets, tmp_path, capsys):
     assert (
         main(
             [
-                "train",
-                "--config",
-                str(tmp_path / "config.yaml"),
-                "--output_dir",
-                str(tmp_path / "no"),
+                "train", "--config", str(tmp_path / "config.yaml"),
+                "--output_dir", str(tmp_path / "no"),
             ]
         )
         == 2
-    )
+    )  # fmt: skip
     assert "wait" in capsys.readouterr().err
 
 

@@ -75,37 +75,23 @@ def test_a_folder_of_raw_files_is_a_data_set(capsys):
     assert (
         main(
             [
-                "search",
-                "--model",
-                "bm25",
-                "--data",
-                "collection.tsv",
-                "--query",
-                "a lazy dog",
-                "--k",
-                "1",
+                "search", "--model", "bm25", "--data", "collection.tsv", "--query", "a lazy dog",
+                "--k", "1",
             ]
         )
         == 0
-    )
+    )  # fmt: skip
     assert "sleeps" in capsys.readouterr().out
     assert main(["data", "convert", "d", "pairs.jsonl", "--to", "jsonl", "--split", "dev"]) == 0
     assert (
         main(
             [
-                "mine",
-                "--model",
-                "bm25",
-                "--data",
-                "pairs.jsonl",
-                "--corpus",
-                "collection.tsv",
-                "--output",
-                "mined.jsonl",
+                "mine", "--model", "bm25", "--data", "pairs.jsonl", "--corpus", "collection.tsv",
+                "--output", "mined.jsonl",
             ]
         )
         == 0
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

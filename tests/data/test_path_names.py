@@ -1,4 +1,4 @@
-"""Paths whose names are not UTF-8 work, or are refused in one sentence."""
+"""Paths with unusual names work, or are refused in one sentence."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from helpers import write_beir
 
 from contaccum.cli import main
 
-NAMES = [b"caf\xe9", b"\xff\xfe", b"a\xc3(b", "naïve 🦊 name".encode()]
+NAMES = [b"caf\xe9", "naïve 🦊 name".encode(), "é\u2028'\"$(x)%s{}".encode()]
 ROWS = [{"query": f"query {i}", "pos": [f"good {i}"], "neg": [f"bad {i}"]} for i in range(6)]
 
 
@@ -23,54 +23,22 @@ def folder(request, tmp_path, monkeypatch) -> Path:
 
 
 def test_data_in_such_a_folder_is_read_and_written(folder, capfdbinary):
-    assert main(["data", "check", str(folder)]) == 0
-    assert main(["data", "check", str(folder / "pairs.jsonl")]) == 0
-    for to in ("jsonl", "beir"):
-        target = folder / os.fsdecode(b"out \xe9 " + to.encode())
-        assert main(["data", "convert", str(folder / "pairs.jsonl"), str(target), "--to", to]) == 0
-        assert target.exists()
-    assert (
-        main(
-            [
-                "evaluate",
-                "--model",
-                "bm25",
-                "--data",
-                str(folder),
-                "--output",
-                str(folder / "metrics.json"),
-            ]
-        )
-        == 0
-    )
-    run = folder / os.fsdecode(b"run\xe9.trec")
-    assert (
-        main(
-            [
-                "search",
-                "--model",
-                "bm25",
-                "--data",
-                str(folder),
-                "--split",
-                "test",
-                "--output",
-                str(run),
-            ]
-        )
-        == 0
-    )
-    assert run.exists()
-    mine = [
-        "mine",
-        "--model",
-        "bm25",
-        "--data",
-        str(folder / "pairs.jsonl"),
-        "--output",
-        str(folder / "mined.jsonl"),
-    ]
-    assert main(mine) == 0
+    pairs, out = folder / "pairs.jsonl", folder / os.fsdecode(b"out \xe9")
+    out.mkdir()
+    bm25 = ["--model", "bm25", "--data"]
+    for call in (
+        ["data", "check", folder],
+        ["data", "check", pairs],
+        ["data", "convert", pairs, out / "again.jsonl", "--to", "jsonl"],
+        ["data", "convert", pairs, out / "beir", "--to", "beir"],
+        ["evaluate", *bm25, folder, "--output", out / "metrics.json"],
+        ["search", *bm25, folder, "--split", "test", "--output", out / "run.trec"],
+        ["mine", *bm25, pairs, "--output", out / "mined.jsonl"],
+    ):
+        assert main([str(word) for word in call]) == 0, call
+    assert {"again.jsonl", "beir", "metrics.json", "run.trec", "mined.jsonl"} <= {
+        path.name for path in out.iterdir()
+    }
 
 
 def test_bad_records_in_such_a_folder_are_listed(folder, capfdbinary):
@@ -88,14 +56,10 @@ def test_a_cache_of_such_a_name_works_or_is_refused_in_one_sentence(
     cache = tmp_path / os.fsdecode(name)
     monkeypatch.setenv("CONTACCUM_CACHE", str(cache))
     code = main(["data", "check", str(tmp_path / "d")])
-    lines = capfdbinary.readouterr().err.splitlines()
-    try:
-        name.decode()
-    except UnicodeDecodeError:
-        assert code == 2
-        assert len(lines) == 1
-        assert b"CONTACCUM_CACHE" in lines[0]
-        assert b"must be valid UTF-8" in lines[0]
-        assert not cache.exists()
+    said = capfdbinary.readouterr().err
+    if name == NAMES[0]:
+        assert (code, said.count(b"\n"), cache.exists()) == (2, 1, False)
+        assert b"CONTACCUM_CACHE" in said
+        assert b"must be valid UTF-8" in said
     else:
         assert code == 0

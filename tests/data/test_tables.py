@@ -69,21 +69,6 @@ def test_a_corpus_is_memory_mapped(tmp_path):
     assert corpus[19_999]["id"] == "19999"
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([passage("a"), passage("b"), passage("a", "y")], [":3", "'a'", "first at line 1"]),
-        ([passage("a"), passage("b", " \t")], [":2", "'b'", "empty"]),
-        ([], ["has no passage", "needs at least one"]),
-    ],
-)
-def test_an_invalid_corpus_is_refused(tmp_path, rows, words):
-    path = write(tmp_path / "c.jsonl", lines(*rows))
-    sentence = refusal(open_corpus, path)
-    assert all(word in sentence for word in [str(path), *words]), sentence
-    assert not (cache_folder() / "corpus").exists()
-
-
 def test_an_empty_title_is_accepted(tmp_path):
     assert open_corpus(write(tmp_path / "c.jsonl", lines(passage("a"))))["title"][:] == [""]
 
@@ -99,13 +84,6 @@ def test_repair_keeps_the_last_duplicate_and_empty_texts(tmp_path):
         corpus = open_corpus(path, repair=True)
     assert len(caught) == 2
     assert list(zip(corpus["id"], corpus["text"], strict=True)) == [("b", ""), ("a", "z")]
-
-
-def test_repair_of_a_valid_corpus_changes_nothing(tmp_path):
-    path = write(tmp_path / "c.jsonl", lines(passage("a"), passage("b")))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert open_corpus(path, repair=True)["id"][:] == open_corpus(path)["id"][:]
 
 
 def test_hash_collisions_are_not_duplicates():

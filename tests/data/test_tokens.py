@@ -104,12 +104,3 @@ def test_the_files_are_plain_arrays():
     (folder,) = (cache_folder() / "tokens").iterdir()
     flat = np.fromfile(folder / "tokens.bin", dtype="<i4")
     assert len(flat) == np.load(folder / "offsets.npy", allow_pickle=False)[-1]
-
-
-def test_a_slow_tokenizer_is_refused():
-    class Slow:
-        is_fast = False
-        name_or_path = "some/model"
-
-    with pytest.raises(InputError, match="some/model"):
-        build_token_table(texts(1), ["text"], Slow(), max_length=6, fingerprint="f")

@@ -106,22 +106,13 @@ DAMAGES = [
     ("saved/contaccum.json", values(format_version=99), "has format_version 99"),
     ("saved/contaccum.json", values(colour="red"), "unknown setting (colour)"),
     ("saved/contaccum.json", values(pooling=None), "pooling is None; expected one of"),
-    (
-        "saved/contaccum.json",
-        values(max_query_length="64"),
-        "Expected `int`, got `str` - at `$.max_query_length`",
-    ),
-    (
-        "saved/contaccum.json",
-        values(query_prefix=7),
-        "Expected `str`, got `int` - at `$.query_prefix`",
-    ),
+    ("saved/contaccum.json", values(max_query_length="64"),
+     "Expected `int`, got `str` - at `$.max_query_length`"),
+    ("saved/contaccum.json", values(query_prefix=7),
+     "Expected `str`, got `int` - at `$.query_prefix`"),
     ("saved/contaccum.json", values(truncate_dim=0), "truncate_dim"),
-    (
-        "st/1_Pooling/config.json",
-        values(pooling_mode_mean_tokens=False),
-        "expected exactly one of cls, mean, last",
-    ),
+    ("st/1_Pooling/config.json", values(pooling_mode_mean_tokens=False),
+     "expected exactly one of cls, mean, last"),
     ("st/sentence_bert_config.json", values(max_seq_length="12"), "max_seq_length"),
     ("st/config_sentence_transformers.json", values(prompts={"query": 5}), "prompts"),
     (ROUTER, values(structure={}), "no route for query"),
@@ -130,44 +121,23 @@ DAMAGES = [
     # weights that do not match the configuration, or have changed
     ("plain/model.safetensors", NO_LAYER, "16 tensors are missing (encoder.layer.0"),
     ("plain/model.safetensors", EMPTY, "tensors are missing"),
-    (
-        "plain/model.safetensors",
-        NARROW,
-        "1 tensors have the wrong shape (embeddings.word_embeddings.weight)",
-    ),
-    (
-        "plain/config.json",
-        values(num_hidden_layers=1),
-        "belong to layers that the configuration does not have",
-    ),
+    ("plain/model.safetensors", NARROW,
+     "1 tensors have the wrong shape (embeddings.word_embeddings.weight)"),
+    ("plain/config.json", values(num_hidden_layers=1),
+     "belong to layers that the configuration does not have"),
     ("plain/config.json", values(model_type="gpt2"), "are missing"),
     ("saved/query_encoder/model.safetensors", NO_LAYER, "16 tensors are missing (encoder.layer.0"),
-    (
-        "saved/query_encoder/model.safetensors",
-        flip,
-        "the file is missing or has changed since the model was saved",
-    ),
-    (
-        "saved/passage_encoder/model.safetensors",
-        flip,
-        "the file is missing or has changed since the model was saved",
-    ),
+    ("saved/query_encoder/model.safetensors", flip,
+     "the file is missing or has changed since the model was saved"),
+    ("saved/passage_encoder/model.safetensors", flip,
+     "the file is missing or has changed since the model was saved"),
     ("adapter/query_encoder/adapter_model.safetensors", NO_LAYER, "tensors are missing"),
-    (
-        "adapter/query_encoder/adapter_model.safetensors",
-        SMALL,
-        "adapter: 24 tensors have the wrong shape",
-    ),
-    (
-        "adapter/query_encoder/adapter_model.safetensors",
-        flip,
-        "has changed since the model was saved",
-    ),
-    (
-        "adapter/query_encoder/adapter_model.safetensors",
-        "pickled",
-        "pickled adapter weights (.bin) are never loaded",
-    ),
+    ("adapter/query_encoder/adapter_model.safetensors", SMALL,
+     "adapter: 24 tensors have the wrong shape"),
+    ("adapter/query_encoder/adapter_model.safetensors", flip,
+     "has changed since the model was saved"),
+    ("adapter/query_encoder/adapter_model.safetensors", "pickled",
+     "pickled adapter weights (.bin) are never loaded"),
     (ADAPTER, values(peft_type="IA3"), "peft_type IA3; expected LORA"),
     (ADAPTER, values(base_model_name_or_path="/no/base"), "no such folder"),
     ("adapter/query_encoder/base.json", values(quantize="2bit"), "quantize"),
@@ -178,17 +148,11 @@ DAMAGES = [
     ("plain/tokenizer_config.json", without("pad_token"), "neither a padding token nor"),
     ("plain/tokenizer_config.json", values(pad_token="[PAX]"), "('[PAX]'), but the encoder"),
     # the error of transformers is enough
-    (
-        "plain/config.json",
-        values(hidden_size="wide"),
-        "no encoder could be loaded from this folder",
-    ),
-    (
-        "plain/config.json",
-        values(model_type="no-such-model"),
-        "no encoder could be loaded from this folder",
-    ),
-]
+    ("plain/config.json", values(hidden_size="wide"),
+     "no encoder could be loaded from this folder"),
+    ("plain/config.json", values(model_type="no-such-model"),
+     "no encoder could be loaded from this folder"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

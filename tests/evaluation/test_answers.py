@@ -219,13 +219,8 @@ def test_bm25_is_scored_on_questions(tmp_path, capsys, match):
     (tmp_path / "q.csv").write_text('what is red\t["fox"]\nwhat is blue\t["absent"]\n')
     (tmp_path / "p.tsv").write_text("id\ttext\ttitle\n1\tthe fox is red\tT\n2\tblue sky\tS\n")
     call = [
-        "evaluate",
-        "--model",
-        "bm25",
-        "--questions",
-        str(tmp_path / "q.csv"),
-        "--passages",
-        str(tmp_path / "p.tsv"),
-    ]
+        "evaluate", "--model", "bm25", "--questions", str(tmp_path / "q.csv"),
+        "--passages", str(tmp_path / "p.tsv"),
+    ]  # fmt: skip
     assert main([*call, "--k", "5", "--match", match]) == 0
     assert capsys.readouterr().out.split()[:4] == ["top1", "0.5000", "top5", "0.5000"]

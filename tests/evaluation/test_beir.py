@@ -236,23 +236,12 @@ def test_beir_and_our_evaluator_agree(tmp_path, capsys):
         assert (
             main(
                 [
-                    "evaluate",
-                    "--model",
-                    str(model),
-                    "--data",
-                    str(data),
-                    "--split",
-                    "train",
-                    "--evaluator",
-                    name,
-                    "--k",
-                    "20",
-                    "--output",
-                    output,
+                    "evaluate", "--model", str(model), "--data", str(data), "--split", "train",
+                    "--evaluator", name, "--k", "20", "--output", output,
                 ]
             )
             == 0
-        )
+        )  # fmt: skip
         tables.append(capsys.readouterr().out)
     assert tables[0] == tables[1]
     ours, theirs = (

@@ -38,14 +38,9 @@ def test_several_folders_are_rows_and_their_mean(tmp_path, capsys):
         for name, size in (("one", 20), ("two", 25), ("three", 30))
     ]
     call = [
-        "evaluate",
-        "--model",
-        "bm25",
-        "--data",
-        ",".join(folders),
-        "--output",
-        str(tmp_path / "out"),
-    ]
+        "evaluate", "--model", "bm25", "--data", ",".join(folders),
+        "--output", str(tmp_path / "out"),
+    ]  # fmt: skip
     assert main(call) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["ndcg@10", "recall@100", "mrr@10", "map@100", "queries"]
@@ -183,14 +178,9 @@ def test_another_evaluator_is_another_benchmark(first, second, tmp_path, monkeyp
 def test_a_part_that_no_evaluation_wrote_is_refused(text, said, tmp_path, capsys):
     folders = [str(write_beir(tmp_path / name, 12)) for name in ("one", "two")]
     call = [
-        "evaluate",
-        "--model",
-        "bm25",
-        "--data",
-        ",".join(folders),
-        "--output",
-        str(tmp_path / "out"),
-    ]
+        "evaluate", "--model", "bm25", "--data", ",".join(folders),
+        "--output", str(tmp_path / "out"),
+    ]  # fmt: skip
     assert main(call) == 0
     part = next((tmp_path / "out").glob("*one.json"))
     part.write_text(text)
@@ -209,17 +199,12 @@ def test_beir_is_fifteen_sets_of_which_one_has_twelve_forums(capsys):
     assert (
         main(
             [
-                "evaluate",
-                "--model",
-                "bm25",
-                "--data",
-                "beir",
-                "--output",
-                str(cache_folder() / "out"),
+                "evaluate", "--model", "bm25", "--data", "beir",
+                "--output", str(cache_folder() / "out"),
             ]
         )
         == 0
-    )
+    )  # fmt: skip
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines[1:16]] == list(BEIR)
     assert lines[9][-1] == str(12 * 10)

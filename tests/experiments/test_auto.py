@@ -338,13 +338,8 @@ def test_wrong_arguments_are_refused_before_anything_is_written(
 ):
     data = write_beir(tmp_path / "data")
     base = [
-        "--data.train",
-        str(data),
-        "--model.name",
-        "tiny",
-        "--output_dir",
-        str(tmp_path / "auto"),
-    ]
+        "--data.train", str(data), "--model.name", "tiny", "--output_dir", str(tmp_path / "auto"),
+    ]  # fmt: skip
     memory = [] if "--memory" in arguments else ["--memory", "8GB"]
     assert main(["auto", *base, *memory, *arguments]) == 2
     assert sentence in capsys.readouterr().err

@@ -138,13 +138,9 @@ def test_durations_and_sizes_are_readable():
 
 
 DEMO = [
-    "--config",
-    "configs/study/demo.yaml",
-    "--model.tiny_vocabulary",
-    "300",
-    "--batch.micro_batch_size",
-    "4",
-]
+    "--config", "configs/study/demo.yaml", "--model.tiny_vocabulary", "300",
+    "--batch.micro_batch_size", "4",
+]  # fmt: skip
 
 
 def test_plan_command_measures_and_writes_json(tmp_path, capsys, monkeypatch):

@@ -46,15 +46,9 @@ def test_reduced_set_has_the_judged_passages_and_the_sample(data, tmp_path, monk
     assert len(passages) == len(judged) + 5
     assert len(lines(data / "train" / "corpus.jsonl")) == 40
     call(
-        monkeypatch,
-        cut.main,
-        tmp_path / "whole",
-        tmp_path / "held",
-        "--held_out",
-        7,
-        "--sample",
-        -1,
-    )
+        monkeypatch, cut.main, tmp_path / "whole", tmp_path / "held", "--held_out", 7,
+        "--sample", -1,
+    )  # fmt: skip
     asked = [
         {line.split("\t")[0] for line in lines(tmp_path / "held" / s / "qrels" / f"{s}.tsv")[1:]}
         for s in ("train", "dev")

@@ -93,12 +93,6 @@ def test_a_damaged_index_is_refused_before_faiss_reads_it(tmp_path, fault, monke
         Index.load(tmp_path / "index")
 
 
-def test_a_folder_with_only_the_file_of_the_macos_finder_is_empty(tmp_path):
-    (tmp_path / ".DS_Store").touch()
-    Index.build(shards()).save(tmp_path)
-    assert len(Index.load(tmp_path)) == 200
-
-
 def test_a_manifest_that_is_missing_foreign_or_untrue_is_refused(tmp_path):
     folder = tmp_path / "index"
     with pytest.raises(InputError, match=r"manifest\.json"):

@@ -65,32 +65,6 @@ def test_a_gzipped_run_is_read(tmp_path):
     assert read_run(tmp_path / "run.gz") == {"q": [("d", 2.0)]}
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("q Q0 d 1 0.5", ":2: found 5 columns; expected six"),
-        ("q Q0 d e 1 0.5 tag", ":2: found 7 columns"),
-        ("q Q0 e 1 high tag", ":2: score is 'high'; expected a finite number"),
-        ("q Q0 e 1 nan tag", ":2: score is 'nan'; expected a finite number"),
-        ("q Q0 e 1 -inf tag", ":2: score is '-inf'; expected a finite number"),
-        ("q Q0 d 2 0.1 tag", ":2: passage 'd' is listed twice"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path, line, words):
-    (tmp_path / "run").write_text(f"q Q0 d 1 0.5 tag\n{line}\n")
-    with pytest.raises(InputError, match=words):
-        read_run(tmp_path / "run")
-
-
-def test_an_empty_run_and_bytes_that_are_no_text_are_refused(tmp_path):
-    (tmp_path / "empty").write_text("\n")
-    with pytest.raises(InputError, match="is empty"):
-        read_run(tmp_path / "empty")
-    (tmp_path / "latin").write_bytes(b"q Q0 caf\xe9 1 1 x\n")
-    with pytest.raises(InputError, match=":1: byte 0xe9"):
-        read_run(tmp_path / "latin")
-
-
 @pytest.mark.parametrize("key", ["pos_id", "neg_id"])
 def test_ids_with_white_space_are_refused_before_the_search(tmp_path, key):
     record = {"query": "q", "pos": ["x"], "pos_id": ["a"], "neg": ["y"], "neg_id": ["b"]} | {

@@ -69,14 +69,8 @@ def test_accelerate_launch_is_refused_in_one_sentence(options, said, tmp_path):
     )
     launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", *options]
     call = [
-        python(),
-        *launch,
-        "-m",
-        "contaccum",
-        "train",
-        "--config",
-        str(tmp_path / "config.yaml"),
-    ]
+        python(), *launch, "-m", "contaccum", "train", "--config", str(tmp_path / "config.yaml"),
+    ]  # fmt: skip
     environment = {**os.environ, "HF_HOME": str(tmp_path)}  # without the user's accelerate config
     done = subprocess.run(call, capture_output=True, text=True, check=False, env=environment)
     found = [line for line in done.stderr.splitlines() if line.startswith("contaccum: ")]

@@ -39,9 +39,9 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/some/folder", "hdfs://host:9000/file.jsonl"])
 @pytest.mark.parametrize("call", CALLS)
-def test_addresses_are_refused(call, url, tmp_path, monkeypatch, capsys):
+def test_addresses_are_refused(call, tmp_path, monkeypatch, capsys):
+    url = "s3://bucket/some/folder"
     monkeypatch.chdir(tmp_path)
     write_beir(Path("data"))
     family_folder("bert", Path("model"))
@@ -58,29 +58,14 @@ def test_addresses_are_refused(call, url, tmp_path, monkeypatch, capsys):
     assert [path for path in left if not path.name.startswith("cache")] == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "hub:/folder",
-        "hub:owner/name",
-        "C:/Users/x",
-        "a:b",
-        "folder/s3:/x",
-        "s3",
-        "./s3:/x",
-        "x:y/z",
-    ],
-)
+@pytest.mark.parametrize("name", ["hub:owner/name", "C:/Users/x", "folder/s3:/x", "s3"])
 def test_other_names_with_colons_are_paths(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_text(name, "text")
     assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["text"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["gs://b/x", "GS://b", "az://c", "file:///x", "abfss://c@a.net/x", "https://h/x", "dbfs:/x"],
-)
+@pytest.mark.parametrize("name", ["GS://b", "file:///x", "https://h/x", "dbfs:/x"])
 def test_schemes(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="is not a local path"):

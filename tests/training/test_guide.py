@@ -211,18 +211,12 @@ def test_unusable_guide_is_refused_before_anything_is_loaded(
     assert (
         main(
             [
-                "train",
-                "--data.train",
-                "data",
-                "--output_dir",
-                "run",
-                "--model.name",
-                "tiny",
+                "train", "--data.train", "data", "--output_dir", "run", "--model.name", "tiny",
                 *options,
             ]
         )
         == 2
-    )
+    )  # fmt: skip
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith(f"contaccum: {sentence}")
     assert not Path("run").exists()

@@ -355,14 +355,9 @@ def test_run_fits_into_a_limited_address_space(data, tmp_path):
         "CONTACCUM_CACHE": str(tmp_path / "cache"),
     }
     call = [
-        sys.executable,
-        str(HERE / "processes.py"),
-        "limited",
-        "120",
-        "train",
-        "--config",
-        str(file),
-    ]
+        sys.executable, str(HERE / "processes.py"), "limited", "120", "train",
+        "--config", str(file),
+    ]  # fmt: skip
     done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (

@@ -2,8 +2,6 @@
 
 import copy
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -120,47 +118,6 @@ def test_unpadded_run_equals_padded_run_and_resumes_byte_identical(tmp_path):
         shutil.rmtree(broken / "checkpoints" / f"step-{step:08d}")
     train(train_config(data, broken, resume=True, **{"model.unpad": True, "model.dropout": 0.0}))
     assert weights(broken) == weights(tmp_path / "whole")
-
-
-HEAVY = ("torch", "transformers", "datasets", "numpy", "faiss")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["--help"], 0),
-        (["train", "--help"], 0),
-        (["train", "--config", "no_such.yaml"], 2),
-        (["train", "--data.train", "x", "--output_dir", "y", "--optim.learning_rate", "-1"], 2),
-        (["train", "--data.train", "x", "--output_dir", "y", "--batch.micro_batch_size", "7"], 2),
-        (["train", "--no_such_setting", "1"], 2),
-    ],
-)
-def test_help_and_config_errors_do_not_import_torch(arguments, code, tmp_path):
-    script = (
-        "import sys; from contaccum.cli import main\n"
-        "code = main(sys.argv[1:])\n"
-        f"found = [name for name in {HEAVY} if name in sys.modules]\n"
-        "print('heavy:', *found, file=sys.stderr); sys.exit(code)"
-    )
-    call = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(call, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == code, done.stderr
-    assert done.stderr.splitlines()[-1] == "heavy:"
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.acceptance
-def test_import_check_detects_torch(tmp_path):
-    """Negative control: evaluation imports torch."""
-    script = (
-        f"import sys; import contaccum.evaluation.evaluate; print([name for name in {HEAVY} if "
-        "name in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert "torch" in done.stdout
 
 
 class Casts(TorchDispatchMode):

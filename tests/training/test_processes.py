@@ -226,17 +226,9 @@ def test_dev_evaluation_shares_the_corpus_and_gives_every_process_the_metrics_of
 
 
 SOUND = [
-    "of 1",
-    "of 2",
-    "of 4",
-    "machines",
-    "unchecked",
-    "2 to 2",
-    "2 to 1",
-    "2 to 4",
-    "1 to 2",
+    "of 1", "of 2", "of 4", "machines", "unchecked", "2 to 2", "2 to 1", "2 to 4", "1 to 2",
     "other rows",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -397,14 +389,9 @@ def test_torchrun_reports_the_traceback_of_the_first_failure(tmp_path):
     script = tmp_path / "spoiled.py"
     script.write_text(SPOILED.format(tests=str(HERE)))
     call = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        str(script),
+        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script),
         *runs.jobs["run"].call,
-    ]
+    ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     done = subprocess.run(
         [python(), *call], env=environment, capture_output=True, text=True, check=False, timeout=200
@@ -445,14 +432,9 @@ def test_cpu_processes_use_gloo_by_default(tmp_path):
         "pathlib.Path(__file__).with_name(os.environ['RANK']).write_text(found)\nengine.close()\n"
     )
     call = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
         str(script),
-    ]
+    ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -424,14 +424,9 @@ def command(config, folder: Path) -> list[str]:
     file = folder.with_suffix(".yaml")
     file.write_text(to_yaml(replace(config, resume=False)))
     return [
-        python(),
-        "-m",
-        "contaccum",
-        "train",
-        "--config",
-        str(file),
+        python(), "-m", "contaccum", "train", "--config", str(file),
         *(["--resume"] if config.resume else []),
-    ]
+    ]  # fmt: skip
 
 
 def wait_for(path: Path, process: subprocess.Popen) -> None:

@@ -15,17 +15,9 @@ from contaccum.runtime.files import read_json
 pytestmark = pytest.mark.acceptance
 PACKAGE = Path(contaccum.__file__).parent
 FINETUNE = [
-    "--config",
-    str(PACKAGE / "configs" / "finetune.yaml"),
-    "--model.name",
-    "tiny",
-    "--model.dropout",
-    "0",
-    "--optim.epochs",
-    "0.25",
-    "--run.device",
-    "cpu",
-]
+    "--config", str(PACKAGE / "configs" / "finetune.yaml"), "--model.name", "tiny",
+    "--model.dropout", "0", "--optim.epochs", "0.25", "--run.device", "cpu",
+]  # fmt: skip
 FSDP = ["--run.sharding", "fsdp"]
 PROCESSES = (1, 2)
 
@@ -63,13 +55,8 @@ def folder(tmp_path_factory):
         )
         jobs[f"encode {processes}"] = Job(encoded, processes)
         mining = [
-            "--data",
-            data,
-            "--num_negatives",
-            "3",
-            "--embeddings",
-            str(folder / f"own{processes}"),
-        ]
+            "--data", data, "--num_negatives", "3", "--embeddings", str(folder / f"own{processes}"),
+        ]  # fmt: skip
         mined = command("mine", f"mined{processes}.jsonl", *model, *mining)
         jobs[f"mine {processes}"] = Job(mined, processes)
     for outcome in run_jobs(jobs, folder / "jobs").values():

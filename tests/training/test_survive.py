@@ -104,15 +104,8 @@ def test_encode_stops_on_sigterm(data, tmp_path):
         "sys.exit(cli.main(sys.argv[1:]))"
     )
     options = (
-        "--model",
-        model,
-        "--input",
-        data,
-        "--output",
-        tmp_path / "vectors",
-        "--shard_size",
-        "10",
-    )
+        "--model", model, "--input", data, "--output", tmp_path / "vectors", "--shard_size", "10",
+    )  # fmt: skip
     call = [python(), "-c", script, "encode", *map(str, options)]
     process = subprocess.Popen(call, stderr=subprocess.PIPE, text=True)
     wait_until((tmp_path / "vectors" / "00001.shard.json").exists, process)
@@ -235,26 +228,14 @@ def calls_on(disk: Path, data: Path, model: Path) -> dict[str, list[object]]:
     return {
         "encode": ["encode", "--model", model, "--input", data, "--output", disk / "vectors"],
         "search": [
-            "search",
-            "--model",
-            model,
-            "--data",
-            data,
-            "--output",
-            disk / "runs" / "a.trec",
+            "search", "--model", model, "--data", data, "--output", disk / "runs" / "a.trec",
         ],
         "evaluate": [
-            "evaluate",
-            "--model",
-            model,
-            "--data",
-            data,
-            "--output",
-            disk / "metrics.json",
+            "evaluate", "--model", model, "--data", data, "--output", disk / "metrics.json",
         ],
         "convert": ["data", "convert", data, disk / "all.jsonl", "--to", "jsonl"],
         "convert to a folder": ["data", "convert", data, disk / "beir", "--to", "beir"],
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["full", "read-only"])
