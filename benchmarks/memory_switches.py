@@ -77,6 +77,8 @@ def run_row(
 
     config = TrainConfig(method="cont_accum", output_dir="-")
     config.data.train, config.batch.global_batch_size, config.bank.size = "-", PAIRS, 256
+    # the plain row: nothing is chosen by the device
+    config.batch.micro_batch_size, config.model.unpad, config.run.precision = 8, False, "fp32"
     for name, value in changes.items():
         group, field = name.split(".")
         setattr(getattr(config, group), field, value)

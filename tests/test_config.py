@@ -102,13 +102,6 @@ def test_a_file_comes_before_a_ready_made_config(capsys, tmp_path, monkeypatch):
     )
 
 
-def test_there_are_config_files():
-    assert {path.name for path in CONFIGS} >= {
-        "quickstart.yaml", "finetune.yaml", "nq.yaml", "triviaqa.yaml", "curatedtrec.yaml",
-        "webq.yaml", "msmarco.yaml", "24gb.yaml", "11gb.yaml", "80gb.yaml", "fast.yaml",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("memory", "fast"),
     [("11gb", False), ("11gb", True), ("24gb", False), ("24gb", True), ("80gb", False)],

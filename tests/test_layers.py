@@ -41,12 +41,6 @@ HOMES = {
     },
     "pyarrow.parquet": {"retrieval/shards.py"},
 }
-LIGHT = [
-    "__init__.py", "cli/__init__.py", "cli/parser.py", "cli/commands.py", "config/__init__.py",
-    "config/load.py", "config/declare.py", "config/encoder.py", "config/groups.py", "config/run.py",
-    "config/commands.py", "config/experiments.py", "config/spellings.py", "errors.py",
-    "runtime/launch.py", "data/__init__.py", "doctor.py", "training/__init__.py",
-]  # fmt: skip
 
 
 def imports(path: Path) -> list[str]:
@@ -116,19 +110,6 @@ def test_each_library_has_its_home(library, homes):
         if any(module == library or module.startswith(f"{library}.") for module in imports(path))
     }
     assert users == homes
-
-
-@pytest.mark.parametrize("name", LIGHT)
-def test_the_way_in_is_light(name):
-    """No torch, transformers or datasets before a verb runs."""
-    tree = ast.parse((PACKAGE / name).read_text(encoding="utf-8"))
-    top = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    modules = [getattr(node, "module", None) or node.names[0].name for node in top]
-    allowed = ("cli", "config", "errors", "runtime")
-    assert not [
-        m for m in modules if m.split(".")[0] in ("torch", "transformers", "datasets", "numpy")
-    ]
-    assert not [m for m in modules if m.startswith("contaccum.") and part_of(m) not in allowed]
 
 
 def test_the_rule_sees_a_breach():

@@ -11,18 +11,15 @@ import pytest
 from datasets import Dataset
 from helpers import open_retrieval_set, open_train_set
 from hub_server import HubServer
-from processes import small_disk
 from tiny_data import lines, write, write_gzip
 
 from contaccum import evaluate
 from contaccum.catalog import fetch
-from contaccum.catalog.hub_sets import beir_from_rows, numbered
 from contaccum.catalog.pinned import CORPUS, JUDGED, KNOWN, SURPRISE, Repository, tasks
 from contaccum.config import DataConfig
 from contaccum.data.commands import check
 from contaccum.data.dataset import load_training
 from contaccum.errors import InputError
-from contaccum.runtime.files import whole_folder
 
 SCIFACT = tasks()["scifact"].repository
 
@@ -199,32 +196,6 @@ def test_miracl_has_eighteen_languages_and_no_others(hub):
     ):
         fetch("miracl/xx")
     assert not hub.commits
-
-
-@pytest.mark.parametrize("missing", ["docs-0.jsonl.gz", "qrels.miracl-v1.0-de-dev.tsv"])
-def test_a_missing_miracl_file_is_named(missing, hub, monkeypatch):
-    miracl("de", hub.folder / JUDGED.name, hub.folder / CORPUS.name, ("dev",))
-    away = next(hub.folder.rglob(missing))
-    kept = away.rename(hub.folder / missing)
-    with pytest.raises(InputError, match=rf"{missing} .*not found"):
-        fetch("miracl/de")
-    kept.rename(away)
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "sentence"),
-    [
-        ("topics/topics.miracl-v1.0-de-dev.tsv", "no tab\n",
-         ":1: found 'no tab'; expected a query id, a tab"),
-        ("qrels/qrels.miracl-v1.0-de-dev.tsv", "q Q0 p x\n", ":1: the grade is 'x'"),
-    ],
-)  # fmt: skip
-def test_a_broken_miracl_line_is_named_and_nothing_is_kept(file, content, sentence, hub, tmp_path):
-    miracl("de", hub.folder / JUDGED.name, hub.folder / CORPUS.name, ("dev",))
-    write(hub.folder / JUDGED.name / "miracl-v1.0-de" / file, content)
-    with pytest.raises(InputError, match=f"{file}{sentence}"):
-        fetch("miracl/de")
-    assert not (tmp_path / "cache" / "miracl").exists()
 
 
 Parts = dict[str, dict[str, tuple[str, dict[str, list]]]]
@@ -500,21 +471,6 @@ def test_a_damaged_file_is_named_and_nothing_is_kept(file, damage, sentence, hub
         fetch("mteb/SciFact")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "cache" / "mteb").exists()
-
-
-def test_a_full_disk_is_told_as_one(tmp_path):
-    rows = [{"_id": "p", "query-id": "q", "corpus-id": "p", "text": "x" * (1 << 17)}]
-    with (
-        small_disk(tmp_path / "disk", 1 << 16) as disk,
-        pytest.raises(InputError, match=r"set: cannot be written \(No space left on device\)"),
-        whole_folder(disk / "set") as part,
-    ):
-        beir_from_rows(
-            part,
-            "name",
-            *(numbered(Path("rows"), rows) for _ in range(2)),
-            {"test": numbered(Path("rows"), rows)},
-        )
 
 
 HEAD = "configs:\n- config_name: {}\n  data_files:"

@@ -133,23 +133,6 @@ def test_dpr_examples_are_read_from_a_list_and_from_lines(tmp_path):
     ][2][1] == "three?"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('[{"a": 1},\n{"a" 1}]', [":2", "record 2", "not JSON"]),
-        ('[{"a": 1},\n', [":2", "record 2", "not JSON"]),
-        ('[{"a": 1}\n', ["end of the file"]),
-        ('[{"a": "b\n"}]', [":1", "control character"]),
-        ("[{'a': 1}]", [":1", "not JSON"]),
-    ],
-)
-def test_a_broken_json_list_is_located(tmp_path, text, words):
-    sentence = refusal(
-        lambda path: json_records(path, "things", as_it_is), write(tmp_path / "t.json", text)
-    )
-    assert all(word in sentence for word in words), sentence
-
-
 VALUES = st.dictionaries(
     st.text(max_size=5),
     st.recursive(st.text() | st.booleans() | st.floats() | st.integers(), st.lists, max_leaves=5),

@@ -13,7 +13,6 @@ from contaccum.errors import InputError, install_command
 from contaccum.experiments.page import STYLE, curves, draw_all
 from contaccum.experiments.report import (
     console_report,
-    constant_age,
     equal_memory,
     equal_time,
     quality,
@@ -486,45 +485,3 @@ def test_verdict_says_for_each_setting_which_test_was_used(tmp_path):
         "different: b.",
         "Compared with a over queries (corrected p below 0.05): worse: c0.",
     ]
-
-
-def test_constant_age_is_a_sentence_and_no_plot(tmp_path):
-    run = folder(tmp_path / "run", "cont_accum", [1.0, 1.0])
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    for oldest, sentence in (
-        (1, "Age of all rows in the bank at the start of a step: 1 optimizer steps"),
-        (2, None),
-    ):
-        aged = [{**line, "bank_age_mean": 1.0, "bank_age_max": oldest} for line in lines]
-        (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in aged))
-        groups = group_runs([load_run_record(run)])
-        assert (
-            (constant_age(groups) or "").startswith(sentence)
-            if sentence
-            else constant_age(groups) is None
-        )
-        assert ("bank-age" in {plot.name for plot in draw_all(groups, "ndcg@10")}) == (
-            sentence is None
-        )
-
-
-def test_bank_sizes_are_plotted_with_the_labels_of_a_comparison_and_with_the_default_size(tmp_path):
-    (tmp_path / "study").mkdir()
-    runs = study(tmp_path / "study")
-    labels = {
-        run.folder: f"cont_accum-size={run.config['bank.size']}"
-        for run in runs
-        if run.method == "cont_accum"
-    }
-    default, large = (
-        load_run_record(folder(tmp_path / str(size), "cont_accum", [1.0], **{"bank.size": size}))
-        for size in (None, 64)
-    )
-    for groups, drawn in (
-        (group_runs(runs, labels), True),
-        (group_runs([default, large]), True),
-        (group_runs([large]), False),
-    ):
-        plots = {plot.name: plot.svg for plot in draw_all(groups, "ndcg@10")}
-        assert ("metric-bank" in plots) == drawn
-        assert not drawn or "size=" not in plots["metric-bank"]

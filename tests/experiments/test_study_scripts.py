@@ -184,14 +184,6 @@ def test_packed_runs_of_a_comparison_can_be_read_again(data, tmp_path, monkeypat
         assert sum(per_query) / len(per_query) == pytest.approx(run.score("ndcg@10"), abs=1e-4)
 
 
-def test_run_name_consists_of_setting_rate_and_seed():
-    run = tables.RunRecord(
-        Path("cont_accum-size=64-learning_rate=3e-4-seed2"), {}, [], [], None, {}
-    )
-    assert tables.label(run) == "cont_accum size=64"
-    assert tables.label(run, rate=True) == "cont_accum size=64 lr=3e-4"
-
-
 @pytest.mark.acceptance
 def test_tables_of_the_page_equal_those_of_the_packed_runs():
     results = ROOT / "docs" / "results"
@@ -237,18 +229,6 @@ def test_plot_shows_the_scores_of_the_tables_over_the_measured_time(tmp_path, mo
         f">{text}<" in drawn
         for text in (*plots.SETS.values(), *plots.LABELS.values(), "seconds of training")
     )
-
-
-def test_a_new_table_keeps_the_text_behind_it(tmp_path, monkeypatch):
-    page = tmp_path / "page.md"
-    page.write_text("Before:\n\n<!-- table: tied -->\n\nBehind.\n")
-    pack = ROOT / "docs" / "results" / "study.jsonl.gz"
-    call(monkeypatch, tables.main, pack, "--page", page)
-    made = page.read_text()
-    assert made.startswith("Before:\n\n<!-- table: tied -->\n\n| setting")
-    assert made.endswith("|\n\nBehind.\n")
-    call(monkeypatch, tables.main, pack, "--page", page)
-    assert page.read_text() == made
 
 
 def test_pack_contains_settings_log_and_scores_of_every_run():
