@@ -8,6 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from beir.datasets.data_loader import GenericDataLoader
+from beir.retrieval.evaluation import EvaluateRetrieval
+from beir.retrieval.models import SentenceBERT
+from beir.retrieval.search.dense import DenseRetrievalExactSearch
 from helpers import write_beir
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
@@ -366,7 +370,7 @@ def test_unsupported_modules_are_refused(tmp_path):
 # evaluators
 
 
-def test_sentence_transformers_evaluator_gives_equal_ndcg(tmp_path):
+def test_sentence_transformers_and_beir_give_equal_ndcg(tmp_path):
     data = write_beir(tmp_path / "data")
     size = {"layers": 1, "width": 32, "vocabulary": 200, "max_length": 24}
     words = [(data / name).read_text() for name in ("corpus.jsonl", "queries.jsonl")]
@@ -389,6 +393,13 @@ def test_sentence_transformers_evaluator_gives_equal_ndcg(tmp_path):
     theirs = evaluator(peer(tmp_path / "model"))["cosine_ndcg@10"]
     assert evaluate(ours, str(data))["mean"]["ndcg@10"] == pytest.approx(theirs, abs=1e-4)
     assert 0 < theirs < 1
+    towers = SentenceBERT(
+        tuple(str(tmp_path / "model" / f"{side}_encoder") for side in ("query", "passage"))
+    )
+    retriever = EvaluateRetrieval(DenseRetrievalExactSearch(towers), score_function="cos_sim")
+    texts, asked_texts, qrels = GenericDataLoader(str(data)).load(split="test")
+    beir, *_ = retriever.evaluate(qrels, retriever.retrieve(texts, asked_texts), [10])
+    assert beir["NDCG@10"] == pytest.approx(theirs, abs=1e-4)
     rows = {query: {passage} for query, passage, _ in rows}
     evaluator = InformationRetrievalEvaluator(queries, corpus, rows, truncate_dim=2)
     narrow = evaluate(EncoderConfig(str(tmp_path / "model"), truncate_dim=2), str(data))["mean"][
