@@ -144,8 +144,6 @@ LINES: dict[tuple[str, str, int], list[tuple[str, str]]] = {
          "query 'unnamed-query-2' has an empty text; every query needs a text"),
         ('{"query": "x", "pos": ["a"], "pos_id": [1, 2]}',
          "found 2 ids in 'pos_id' but 1 texts in 'pos'; each text needs one"),
-        ('{"query_id": "unnamed-query-1", "query": "x", "pos": ["a"]}',
-         "duplicate query id 'unnamed-query-1' (first at line 1)"),
         (json.dumps(DPR), "field 'query' is missing"),
     ],
     (TO_EVALUATE_A_RUN, "run.trec", 2): [
@@ -245,7 +243,7 @@ FILES: list[tuple[str, object, str, str]] = [
      "t.jsonl:1, positive_passages[0]: field 'text' is missing (other fields: 'docid')"),
     ("pairs.jsonl", lines({"query": "x", "pos": []}),
      "train --config config.yaml --data.train pairs.jsonl --data.strict true",
-     "pairs.jsonl:1: query 'unnamed-query-1' has no positive; every query needs a positive"),
+     "pairs.jsonl:1: the query has no positive; every query needs a positive"),
     *(("pairs.jsonl", lines({"query_id": key, "query": "x", "pos": ["a"]}),
      "data convert pairs.jsonl out --to beir",
        f"id {key!r} contains a tab, a line break or a NUL") for key in ("a\tb", "a\0b", "a\nb")),
