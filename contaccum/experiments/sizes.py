@@ -5,12 +5,15 @@ The peak of this size is measured too, and the size is predicted again.
 """
 
 import math
+import sys
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from contaccum.errors import InputError
+from contaccum.runtime.units import duration
 
 if TYPE_CHECKING:
     from contaccum.experiments.measure import Probe
@@ -94,10 +97,16 @@ def largest_micro_batch(probe: "Probe", budget: float) -> FittingSize:
     # the peak of a larger one
     sizes = [first // 4, first // 2, first]
     peaks: dict[int, float] = {}
+    seconds = 0.0  # of the last of these measurements
     for size in sizes:
+        began = time.perf_counter()
         peak = probe.peak(size, rows)
+        seconds = time.perf_counter() - began
         if peak is not None:
             peaks[size] = peak
+    # a larger micro-batch takes less time per pair, and most searches need one more measurement
+    longest = duration(seconds * n / first)
+    print(f"  a micro-batch of all {n} pairs takes at most {longest}", file=sys.stderr)
     smallest = sizes[0]
     while len(peaks) < 2 and smallest > 1:
         smallest //= 2
