@@ -60,14 +60,22 @@ def check_name(name: str | Path) -> None:
         from contaccum.catalog.hub_sets import HubName
 
         HubName.of(text)
-    elif family in ("mteb", "miracl") and member:
-        from contaccum.catalog.pinned import check_language, task_and_subset
+    elif family == "mteb" and member:
+        from contaccum.catalog.pinned import task_and_subset
 
-        check_language(member) if family == "miracl" else task_and_subset(member)
+        task_and_subset(member)
+    elif family == "miracl" and member:
+        from contaccum.catalog.pinned import check_language
+
+        check_language(member)
+    elif family == "dpr" and member:
+        from contaccum.catalog.download import check_dpr_name
+
+        check_dpr_name(member)
     else:
-        from contaccum.catalog.download import check_beir_name, check_dpr_name
+        from contaccum.catalog.download import check_beir_name
 
-        check_dpr_name(member) if family == "dpr" and member else check_beir_name(text)
+        check_beir_name(text)
 
 
 def _is_path(text: str) -> bool:

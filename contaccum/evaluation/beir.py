@@ -80,7 +80,13 @@ def evaluate_with_beir(
             f"{folder}: the split {split} has {len(queries)} query; --evaluator beir needs at "
             "least 2"
         )
-    unknown = sum(passage not in corpus for grades in qrels.values() for passage in grades)
+    judged = [passage for grades in qrels.values() for passage in grades]
+    unknown = sum(passage not in corpus for passage in judged)
+    if unknown == len(judged):
+        raise InputError(
+            f"{folder}: none of the {len(judged)} judged passages, such as {judged[0]!r}, is in "
+            "the corpus; give the corpus that was judged"
+        )
     if unknown:
         warnings.warn(
             f"{folder}: {unknown} judgements name a passage that is not in the corpus; these "

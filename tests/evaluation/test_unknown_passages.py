@@ -123,8 +123,9 @@ def test_metrics_are_pytrec_evals_over_all_judgements(tmp_path):
 
 def test_judgements_of_another_corpus_are_refused(tmp_path):
     data = folder(tmp_path / "d", "q1\td1-0-512\t1\nq2\td2-0-512\t1\n")  # ids of parts of passages
-    with pytest.raises(InputError, match="none of the 2 judged passages, such as 'd1-0-512', is"):
-        evaluate("bm25", data)
+    for call in ({"model": "bm25"}, {"model": WordEncoder(), "evaluator": "beir"}):
+        with pytest.raises(InputError, match="none of the 2 judged passages, such as 'd1-0-512'"):
+            evaluate(data=data, **call)
 
 
 TRAIN = (
