@@ -282,7 +282,9 @@ class Batches:
         is_passage = numbers != MISSING
         numbers[is_passage] = self._passage_numbers[numbers[is_passage]]
         relevant = self._relevant.take(rows.queries[pairs])
-        positives = np.full((len(pairs), relevant.lengths.max()), NO_PASSAGE)  # (W * B_k, P)
+        # the width is that of the step, because its micro-batches are concatenated
+        width = self._relevant.lengths[rows.queries].max()
+        positives = np.full((len(pairs), width), NO_PASSAGE)  # (W * B_k, P)
         positives[np.arange(positives.shape[1]) < relevant.lengths[:, None]] = relevant.values
         ids = RowIds(
             torch.from_numpy(numbers),
