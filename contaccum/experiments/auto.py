@@ -43,6 +43,7 @@ from contaccum.evaluation.significance import Comparison, compare
 from contaccum.experiments.auto_state import (
     DEV_SHARE,
     FEWEST_STEPS,
+    LEAST_TRAINING,
     STATE_FILE,
     TUNING,
     State,
@@ -271,7 +272,8 @@ class Auto:
     def _check_time(self) -> None:
         """Raise InputError if the time limit leaves no time to train."""
         state = self.state
-        if state.enough(self.total):
+        # after the first stages, a short training is better than none
+        if state.enough(self.total, share=0.0 if state.seconds else LEAST_TRAINING):
             return
         evaluation = duration(state.expected("untrained"))
         whose = "the dev queries" if self.test is self.dev else "the test queries"

@@ -121,9 +121,9 @@ class State:
         used = self.elapsed + waiting + run + self.after_training()
         return (1 - RESERVE) * total - used
 
-    def enough(self, total: float) -> bool:
-        """Return whether the time limit ``total`` leaves time to train."""
-        needed = max(LEAST_TRAINING * total, FEWEST_STEPS * 16 * 3 * self.expected("pass"))
+    def enough(self, total: float, share: float = LEAST_TRAINING) -> bool:
+        """Return whether the time limit ``total`` leaves time to train. share: least share."""
+        needed = max(share * total, FEWEST_STEPS * 16 * 3 * self.expected("pass"))
         return self.training_seconds(total) >= needed
 
     def sufficient_time(self) -> float:

@@ -147,6 +147,17 @@ def test_a_measured_stage_replaces_its_prediction(planned):
         made._check_time()
 
 
+def test_a_call_that_has_begun_trains_in_little_time(planned):
+    """A new call would be refused; after a kill, the evaluations that are done would be lost."""
+    made = planned("90s")[0]
+    made.state.spent = 45.0
+    made.state.seconds = {key: PREDICTED[key] for key in ("dev", "measure", "untrained", "bm25")}
+    made._check_time()
+    made.state.seconds, made.state.spent = {}, 13.0  # as much time for training
+    with pytest.raises(InputError, match="no time to train"):
+        made._check_time()
+
+
 @pytest.mark.parametrize(("limit", "evaluations"), [("20s", 1), ("40s", 2), ("2h", 4)])
 def test_a_short_time_has_fewer_dev_evaluations(planned, limit, evaluations):
     made = planned(limit)[0]
