@@ -85,3 +85,22 @@ def test_cost_with_partial_replay_is_the_number_of_passes_that_the_towers_make(m
     assert passes_of_a_pair(method, size, share) == (charged, charged)
     # negative control: without partial replay, the same step makes more passes
     assert passes_of_a_pair(method, size)[0] > charged
+
+
+@pytest.mark.parametrize("method", list(METHOD_SPECS))
+@pytest.mark.parametrize(("tie", "unpad"), [(True, True), (True, False), (False, True)])
+def test_passes_of_a_step(method, tie, unpad):
+    """One pass per micro-batch in tied towers without padding, else one for each side."""
+    encoder = tiny_encoder(tie=tie).train()
+    encoder.set_attention("auto", unpad)
+    calls = []
+    for tower in encoder.towers:
+        tower.register_forward_hook(lambda *_: calls.append(1))
+    engine = Engine(device="cpu")
+    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
+    loss = InfoNCE(0.1)
+    bank = make_bank(PAIRS, encoder.dim, loss, push=PAIRS, columns_only=method == "passage_bank")
+    METHODS[method](engine, micro_batches(4, PAIRS // 4), bank, loss)
+    # the last micro-batch of a two-pass method keeps its graph
+    micro_batch_passes = 4 + 3 * METHOD_SPECS[method].two_pass
+    assert len(calls) == micro_batch_passes * (1 if tie and unpad else 2)
