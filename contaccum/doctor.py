@@ -239,9 +239,7 @@ def flash_attention(gpus: list[str]) -> Diagnosis:
         return Diagnosis("ok", subject, "not installed; `model.attention auto` does not need it")
     try:
         import flash_attn  # type: ignore[import-not-found]
-    except (
-        Exception
-    ) as failure:  # flash-attn built for another version of torch may raise any error
+    except Exception as failure:  # built for another version of torch, it may raise any error
         return Diagnosis(
             "note", subject, in_one_line(failure), f"install flash-attn for this torch, or {advice}"
         )
@@ -251,12 +249,10 @@ def flash_attention(gpus: list[str]) -> Diagnosis:
         )
     import torch
 
-    inputs = (
-        torch.randn(3, 2, 32, 4, 64, generator=torch.Generator().manual_seed(0)).half().to(gpus[0])
-    )
-    expected = torch.nn.functional.scaled_dot_product_attention(*inputs.transpose(2, 3)).transpose(
-        1, 2
-    )
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(3, 2, 32, 4, 64, generator=generator).half().to(gpus[0])
+    q, k, v = inputs.transpose(2, 3)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
     try:
         difference = float((flash_attn.flash_attn_func(*inputs) - expected).abs().max())
     except RuntimeError as failure:
@@ -343,9 +339,9 @@ def try_faiss() -> dict[str, Any]:
 
 def threads() -> Diagnosis:
     """Report the number of cores and OMP_NUM_THREADS. Warn if KMP_DUPLICATE_LIB_OK is set."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
+        cores = len(os.sched_getaffinity(0))
     text = f"{cores} cores, OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}"
     if "KMP_DUPLICATE_LIB_OK" not in os.environ:
         return Diagnosis("ok", "threads", text)
@@ -362,25 +358,22 @@ def memory() -> Diagnosis:
     Cached content of files counts as free, because Linux drops it if a process needs the memory.
     """
     machine = psutil.virtual_memory()
-    sizes = [(machine.available, machine.total, "machine")]
-    with suppress(
-        OSError, ValueError
-    ):  # errors if the machine has no control groups (version 2), or no memory limit
-        limit, used, stat = (
-            (CONTROL_GROUP / f"memory.{name}").read_text() for name in ("max", "current", "stat")
-        )
-        cached = sum(map(int, re.findall(r"^(?:in)?active_file (\d+)$", stat, re.MULTILINE)))
-        sizes.append((max(0, int(limit) - int(used) + cached), int(limit), "control group"))
-    free, total, where = min(sizes)
+    free, total, where = machine.available, machine.total, "machine"
+    # errors if the machine has no control groups (version 2), or no memory limit
+    with suppress(OSError, ValueError):
+        limit = int((CONTROL_GROUP / "memory.max").read_text())
+        used = int((CONTROL_GROUP / "memory.current").read_text())
+        content = (CONTROL_GROUP / "memory.stat").read_text()
+        cached = sum(map(int, re.findall(r"^(?:in)?active_file (\d+)$", content, re.MULTILINE)))
+        if limit - used + cached < free:
+            free, total, where = max(0, limit - used + cached), limit, "control group"
     text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free ({where})"
     advice = (
         "`contaccum plan` estimates what fits; a smaller batch.micro_batch_size needs less memory"
     )
-    return (
-        Diagnosis("note", "memory", text, advice)
-        if free < LOW_MEMORY
-        else Diagnosis("ok", "memory", text)
-    )
+    if free < LOW_MEMORY:
+        return Diagnosis("note", "memory", text, advice)
+    return Diagnosis("ok", "memory", text)
 
 
 def disks() -> Iterator[Diagnosis]:

@@ -10,39 +10,23 @@ quantization of the base.
 
 import copy
 import hashlib
-import importlib.util
-import logging
 import os
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, BitsAndBytesConfig
 from transformers.utils import cached_file
 
 from contaccum.config import AdapterConfig
-from contaccum.encoder.folders import ADAPTER_FILE, BASE_FILE, Base
-from contaccum.errors import InputError, install_command
+from contaccum.encoder.backbone import POOLER, refuse_incomplete, require
+from contaccum.encoder.folders import ADAPTER_FILE, BASE_FILE, WEIGHTS, Base
+from contaccum.errors import InputError
 from contaccum.runtime.files import read_json, sha256_of, write_json
 from contaccum.runtime.hub import loading, optional_json
 
-WEIGHTS, ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"  # peft's name for all linear layers of a backbone
-# matches the names of the weights of a layer
-LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.")
-# match the names of the weights after the encoder in classifiers of transformers, and in ColBERT
-CLASSIFIER = re.compile(
-    r"(pre_|qa_)?classifier\.|classification_head\.|score\.|qa_outputs\.|sequence_summary\.|logits_proj\."
-)
-COLBERT = re.compile(r"(colbert_)?linear\.")
-POOLER = r"(.*\.)?pooler\..*"  # matches the names of pooler layers, which contaccum does not use
-
-# hides warnings about optional kernels, and about the activation type of every 8-bit layer
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 class WeightIndex(TypedDict):
@@ -57,124 +41,6 @@ class Adapters:
 
     config: AdapterConfig
     quantize: str = "none"  # quantization of the base: none, 4bit or 8bit
-
-
-def require(package: str, extra: str, what: str) -> None:
-    """Raise InputError if ``package`` is missing.
-
-    extra: pip extra that installs it. what: feature that needs it.
-    """
-    if importlib.util.find_spec(package) is None:
-        raise InputError(f"{what}: package {package} is missing. Run: {install_command(extra)}")
-
-
-def load_backbone(
-    name: str,
-    dtype: torch.dtype,
-    quantize: str,
-    device: torch.device | str | None,
-    *,
-    subfolder: str,
-    trust_remote_code: bool,
-) -> tuple[Any, str | None]:
-    """Load the backbone of an encoder, without an adapter.
-
-    Return it and the implementation of attention that its config.json asks for, which is not yet
-    used, because it may not work on this machine.
-
-    name: folder or Hub name. quantize: none, 4bit or 8bit. device: device for a quantized backbone;
-    do not move it later. Other backbones are loaded on the CPU.
-    """
-    source = {"subfolder": subfolder, "trust_remote_code": trust_remote_code}
-    config = AutoConfig.from_pretrained(name, **source)
-    attention = config._attn_implementation
-    config._attn_implementation = None  # transformers chooses
-    options: dict[str, Any] = {}
-    if quantize == "none":
-        options["ignore_mismatched_sizes"] = (
-            True  # refuse_incomplete then names the tensors with a wrong shape
-        )
-    else:
-        require("bitsandbytes", "bitsandbytes", f"{quantize} quantization")
-        if quantize == "8bit":
-            quantization = BitsAndBytesConfig(load_in_8bit=True)
-        else:
-            quantization = BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=dtype,
-            )
-        options["quantization_config"] = quantization
-        options["device_map"] = {"": str(device or "cpu")}
-    backbone, info = AutoModel.from_pretrained(
-        name,
-        config=config,
-        **source,
-        dtype=dtype,
-        use_safetensors=True,  # a pickle can run code
-        output_loading_info=True,
-        **options,
-    )
-    refuse_other_heads(name, info["unexpected_keys"])
-    refuse_incomplete(name, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"])
-    # otherwise save_pretrained splits the weights into several files
-    vars(backbone).pop("hf_device_map", None)
-    for module in backbone.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = (
-                False  # otherwise the first evaluation repacks the weights permanently
-            )
-        elif hasattr(module, "init_8bit_state"):
-            # otherwise the first of two layers that share weights removes the scales of both
-            module.init_8bit_state()
-    return backbone, attention
-
-
-def refuse_other_heads(name: str, unexpected: Iterable[str]) -> None:
-    """Raise InputError if the file has the weights of a classifier or of a ColBERT model.
-
-    unexpected: names of weights that a bare encoder does not have. The heads of pretraining, such
-    as that for masked words, may be dropped.
-    """
-    for key in sorted(unexpected):
-        kind = ""
-        if CLASSIFIER.match(key):
-            kind = "a classifier, such as a cross-encoder"
-        elif COLBERT.match(key):
-            kind = "a ColBERT model, which makes one vector for each token"
-        if kind:
-            raise InputError(
-                f"{name}: is {kind} (it has the weights {key}); expected an encoder that makes one "
-                "vector for each text. To train the encoder inside it, save that with "
-                "AutoModel.from_pretrained and save_pretrained first."
-            )
-
-
-def refuse_incomplete(
-    name: str, missing: Iterable[str], mismatched: Iterable[Any], unexpected: Iterable[str] = ()
-) -> None:
-    """Raise InputError if the weights of a model do not match its configuration.
-
-    missing: names of weights that the file lacks. Pooler weights are ignored, because contaccum
-    uses no pooler. mismatched: names of weights with a wrong shape. unexpected: names of weights in
-    the file that the configuration does not have. They are an error only in an encoder layer.
-    """
-    problems = {
-        "are missing": [key for key in missing if not re.fullmatch(POOLER, key)],
-        # transformers names a tensor, or gives a tuple of its name and two shapes
-        "have the wrong shape": [key if isinstance(key, str) else key[0] for key in mismatched],
-        "belong to layers that the configuration does not have": [
-            key for key in unexpected if LAYER.search(key)
-        ],
-    }
-    for problem, keys in problems.items():
-        if keys:
-            examples = ", ".join(sorted(keys)[:3]) + (", ..." if len(keys) > 3 else "")
-            raise InputError(
-                f"{name}: {len(keys)} tensors {problem} ({examples}); the file must have the "
-                "weights of every layer in the configuration"
-            )
 
 
 def clone_sharing_weights(backbone: Any) -> Any:
@@ -237,16 +103,10 @@ def load_adapter(backbone: Any, folder: str, subfolder: str) -> None:
     The adapter stays trainable.
     """
     require("peft", "lora", f"{folder}: adapter")
-    if (
-        cached_file(
-            folder,
-            ADAPTER_WEIGHTS,
-            subfolder=subfolder,
-            _raise_exceptions_for_missing_entries=False,
-        )
-        is None
-    ):
-        # transformers would unpickle adapter_model.bin instead
+    weights = cached_file(
+        folder, ADAPTER_WEIGHTS, subfolder=subfolder, _raise_exceptions_for_missing_entries=False
+    )
+    if weights is None:  # transformers would unpickle adapter_model.bin instead
         where = f"{folder}/{subfolder}".rstrip("/")
         raise InputError(
             f"{where}: {ADAPTER_WEIGHTS} is missing; pickled adapter weights (.bin) are never "
@@ -267,9 +127,8 @@ def load_adapter(backbone: Any, folder: str, subfolder: str) -> None:
             "merge_and_unload of peft, and use the result."
         )
     refuse_incomplete(f"{folder}: adapter", info.missing_keys, info.mismatched_keys)
-    backbone._weight_conversions = (
-        conversions  # otherwise saving applies the conversions of the adapter to the base
-    )
+    # otherwise saving applies the conversions of the adapter to the base
+    backbone._weight_conversions = conversions
     _adapter_to_float32(backbone)
 
 

@@ -24,6 +24,7 @@ from contaccum.runtime.files import check_type, read_json, refuse_url
 from contaccum.runtime.hub import is_hub_name, optional_json
 
 SETTINGS_FILE = "contaccum.json"
+WEIGHTS = "model.safetensors"
 TOWERS = ("query_encoder", "passage_encoder")
 POOLING_FLAGS = {
     "cls": "pooling_mode_cls_token",
@@ -49,6 +50,8 @@ MODEL_FILES = (
 FAMILY_WORDS = re.compile(r"(?<![a-z0-9])(m?e5|bge|gte|nomic|m?contriever)(?![a-z0-9])")
 # those whose members all need prefixes
 NEEDS_PREFIX = re.compile(r"(?<![a-z0-9])(m?e5|nomic)(?![a-z0-9])")
+# rerankers such as Qwen3-Reranker, and sparse encoders, are saved as language models
+NOT_DENSE = re.compile("rerank(er)?|splade")
 # kinds of models in sentence-transformers that make no single dense vector of a text
 OTHER_KINDS = {
     "CrossEncoder": "a cross-encoder, which scores a query and a passage together",
@@ -303,14 +306,20 @@ def read_encoder(name: str, given: Container[str] = ()) -> EncoderFiles:
         )
         return EncoderFiles({"tie_towers": False, **saved}, query, passage, hashes)
     if optional_json(name, "modules.json", list[Module]) is None:
-        plain = TowerFiles(name, base=_base(name, ""), plain=True)
-        config = (
-            optional_json(plain.base.name if plain.base else name, "config.json", ModelFile) or {}
-        )
+        base = _base(name, "")
         keys = ("pooling", "similarity", "query_prefix", "passage_prefix")
-        settings = _published_settings(name, "", plain.base, keys, given)
+        settings = _published_settings(name, "", base, keys, given)
+        config = optional_json(base.name if base else name, "config.json", ModelFile) or {}
         if decoder_only(config.get("model_type", "")):
             settings = {"pooling": "last", **settings}
+        other_kind = NOT_DENSE.search(_model_name(name))
+        if other_kind:  # their weights look like those of a language model
+            warnings.warn(
+                f"{name}: the name says {other_kind[0]}; the vectors of such a model are of no use "
+                "for search before it is trained as an encoder",
+                stacklevel=2,
+            )
+        plain = TowerFiles(name, base=base, plain=True)
         return EncoderFiles(settings, plain, plain)
     return _read_sentence_transformers(name, given)
 
@@ -333,11 +342,7 @@ def _read_sentence_transformers(name: str, given: Container[str]) -> EncoderFile
                 f"{name}: {key} is {query[key]} for queries and {passage[key]} for passages; they "
                 "must be equal"
             )
-    settings = {
-        **query,
-        **passage,
-        "tie_towers": query_files == passage_files,
-    }
+    settings = {**query, **passage, "tie_towers": query_files == passage_files}
     prefixes = _prompts(about)
     if not any(prefixes.values()):
         prefixes = _published_settings(

@@ -21,9 +21,10 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from contaccum.encoder.adapters import WEIGHTS, save_base
-from contaccum.encoder.folders import POOLING_FLAGS, SETTINGS_FILE, TOWERS, EncoderSettings
-from contaccum.encoder.tower import Tower, quiet_transformers
+from contaccum.encoder.adapters import save_base
+from contaccum.encoder.backbone import quiet_transformers
+from contaccum.encoder.folders import POOLING_FLAGS, SETTINGS_FILE, TOWERS, WEIGHTS, EncoderSettings
+from contaccum.encoder.tower import Tower
 from contaccum.errors import InputError
 from contaccum.runtime.files import sha256_of, write_json
 from contaccum.runtime.sharding import full, is_sharded, save_full
@@ -43,18 +44,20 @@ def save_encoder(
         shutil.copytree(folder / query_name, folder / passage_name, copy_function=_link)
     else:
         _save_tower(passage_tower, folder / passage_name)
-    query_length, passage_length = settings.max_query_length, settings.max_passage_length
     by_side = {}
-    if (
-        tied and query_length != passage_length
-    ):  # older versions of sentence-transformers ignore these two lengths
-        by_side = {"query_length": query_length, "document_length": passage_length}
-    query_config = {"max_seq_length": query_length, "do_lower_case": False, **by_side}
-    write_json(folder / query_name / "sentence_bert_config.json", query_config)
-    _write_model(folder / query_name, _modules(query_tower, settings), settings, "query")
-    passage_config = {"max_seq_length": passage_length, "do_lower_case": False, **by_side}
-    write_json(folder / passage_name / "sentence_bert_config.json", passage_config)
-    _write_model(folder / passage_name, _modules(passage_tower, settings), settings, "document")
+    if tied and settings.max_query_length != settings.max_passage_length:
+        # older versions of sentence-transformers ignore these two lengths
+        by_side = {
+            "query_length": settings.max_query_length,
+            "document_length": settings.max_passage_length,
+        }
+    for side, name, tower, length in (
+        ("query", query_name, query_tower, settings.max_query_length),
+        ("document", passage_name, passage_tower, settings.max_passage_length),
+    ):
+        limits = {"max_seq_length": length, "do_lower_case": False, **by_side}
+        write_json(folder / name / "sentence_bert_config.json", limits)
+        _write_model(folder / name, _modules(tower, settings), settings, side)
 
     # SentenceTransformer.encode treats texts as passages: tied towers use the passage folder with
     # its maximum length
@@ -76,9 +79,8 @@ def save_encoder(
 
 def _routed(name: str, tower: Tower, settings: EncoderSettings) -> dict[str, str]:
     """Return path -> class of the modules of a Router's route. name: folder of the tower."""
-    if (
-        tower.base is not None
-    ):  # sentence-transformers loads the base of an adapter only in a nested model
+    if tower.base is not None:
+        # sentence-transformers loads the base of an adapter only in a nested model
         return {name: "sentence_transformers.SentenceTransformer"}
     return {
         f"{name}/{path}".rstrip("/"): MODULES + kind

@@ -28,11 +28,9 @@ from contaccum.runtime.checks import require_fast, require_known_ids
 from contaccum.runtime.hub import optional_json
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-# number of texts to sort by length together; a larger number means less padding, but a later first
-# batch
+# texts that are sorted by length together; more mean less padding, but a later first batch
 WINDOW = 4096
-# tokens per thread; at width 384 the output of the widest layer then has 6 MB and fits in the CPU
-# cache
+# tokens per thread; at width 384, the output of the widest layer (6 MB) then fits in the CPU cache
 CPU_TOKENS = 1024
 DEVICE_TOKENS = 16_384
 
@@ -177,30 +175,27 @@ def _with_end(processor: dict[str, Any] | None, end: str, number: int) -> dict[s
         return processor | longer | {"special_tokens": known}
     steps = [] if processor is None else processor.get("processors", [processor])
     if all(step["type"] != "TemplateProcessing" for step in steps):
-        text, second = (
-            {"Sequence": {"id": name, "type_id": index}} for index, name in enumerate("AB")
-        )
+        text = {"Sequence": {"id": "A", "type_id": 0}}
+        second_text = {"Sequence": {"id": "B", "type_id": 1}}
         template = {
             "type": "TemplateProcessing",
             "single": [text],
-            "pair": [text, second],
+            "pair": [text, second_text],
             "special_tokens": {},
         }
         steps = [*steps, template]
-    ended = [
-        _with_end(step, end, number) if step["type"] == "TemplateProcessing" else step
-        for step in steps
-    ]
-    return {"type": "Sequence", "processors": ended}
+    changed = []
+    for step in steps:
+        is_template = step["type"] == "TemplateProcessing"
+        changed.append(_with_end(step, end, number) if is_template else step)
+    return {"type": "Sequence", "processors": changed}
 
 
 def default_batch_tokens(device: torch.device) -> int:
     """Return the default of ``batch_tokens``, the maximum number of tokens in one forward pass."""
-    return (
-        min(CPU_TOKENS * torch.get_num_threads(), DEVICE_TOKENS)
-        if device.type == "cpu"
-        else DEVICE_TOKENS
-    )
+    if device.type == "cpu":
+        return min(CPU_TOKENS * torch.get_num_threads(), DEVICE_TOKENS)
+    return DEVICE_TOKENS
 
 
 def tokenized(
@@ -260,9 +255,12 @@ def wordpiece_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedToke
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
     )
-    names = dict(
-        zip(
-            ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True
-        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=512,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **names)

@@ -1,10 +1,8 @@
 """Tower of an encoder (backbone, tokenizer, pooling, Dense layers): loading and forward pass."""
 
 import copy
-import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -12,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file, is_flash_attn_2_available
-from transformers.utils import logging as transformers_logging
 
 from contaccum.batch import Tokens
 from contaccum.encoder import adapters as lora
-from contaccum.encoder.adapters import WEIGHTS, Adapters
-from contaccum.encoder.folders import NO_LIMIT, Base, ModelFile, Positive, TowerFiles, decoder_only
+from contaccum.encoder.adapters import Adapters
+from contaccum.encoder.backbone import load_backbone, quiet_transformers
+from contaccum.encoder.folders import NO_LIMIT, WEIGHTS, Base, Positive, TowerFiles, decoder_only
 from contaccum.encoder.kernels import (
     UNPADDED_FAMILIES,
     attention_mask,
@@ -108,7 +105,11 @@ class Tower(nn.Module):
         )
         """Maximum number of tokens of a text that the position embeddings allow. ``NO_LIMIT`` if
         they set no limit."""
-        self.vocabulary = word_embeddings(backbone)
+        try:
+            embeddings = getattr(backbone.get_input_embeddings(), "weight", None)
+        except NotImplementedError:  # for example CANINE, which has no vocabulary
+            embeddings = None
+        self.vocabulary = None if embeddings is None else len(embeddings)
         """Number of word embeddings, which is larger than every token id. None: the backbone has no
         table of word embeddings."""
         self.width = int(
@@ -210,15 +211,6 @@ def check_padding(tower: Tower, name: str) -> None:
         )
 
 
-def word_embeddings(backbone: Any) -> int | None:
-    """Return the number of word embeddings, or None if the backbone has no table of them."""
-    try:
-        weight = getattr(backbone.get_input_embeddings(), "weight", None)
-    except NotImplementedError:  # for example CANINE, which has no vocabulary
-        return None
-    return None if weight is None else len(weight)
-
-
 @dataclass(frozen=True)
 class TowerLoader:
     """Loader of towers. The fields are options for loading."""
@@ -229,7 +221,7 @@ class TowerLoader:
     adapters: Adapters | None = None
     merge: bool = False
     device: torch.device | str | None = None
-    attention: str = "auto"  # auto: the implementation that config.json asks for, if it works here
+    attention: str = "auto"  # see load_backbone
 
     def load_pair(self, query: TowerFiles, passage: TowerFiles, tied: bool) -> tuple[Tower, Tower]:
         """Load both towers; tied towers are one object.
@@ -265,52 +257,16 @@ class TowerLoader:
             lora.check_base(files.base, files.name)
         elif self.adapters:
             quantize = self.adapters.quantize
-        config = optional_json(name, f"{subfolder}/config.json".lstrip("/"), ModelFile) or {}
-        family = config.get("model_type", "")
-        if family in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
-            raise InputError(
-                f"{name}: {family} is an encoder-decoder; expected an encoder or a decoder"
-            )
-        if family == "dpr":
-            raise InputError(
-                f"{name}: the model type dpr has no token vectors. Use a copy that was converted "
-                "to the type bert, such as "
-                "sentence-transformers/facebook-dpr-question_encoder-single-nq-base."
-            )
-        with loading(name), quiet_transformers():
-            backbone, attention = lora.load_backbone(
-                name,
-                self.dtype,
-                quantize,
-                self.device,
-                subfolder=subfolder,
-                trust_remote_code=self.trust_remote_code,
-            )
-            if self.merge and quantize != "none":
-                backbone = backbone.dequantize()
-        if attention is not None and self.attention == "auto":
-            # names of other implementations may stand for code on the Hub
-            usable = attention in ("eager", "sdpa") or (
-                attention == "flash_attention_2"
-                and torch.device(self.device or "cpu").type == "cuda"
-                and self.dtype != torch.float32
-                and is_flash_attn_2_available()
-            )
-            if usable:
-                with suppress(ValueError, ImportError), quiet_transformers():
-                    backbone.set_attn_implementation(attention)
-            used = backbone.config._attn_implementation
-            if used != attention:
-                warnings.warn(
-                    f"{name}: config.json asks for {attention} as the implementation of attention, "
-                    f"which is not available here for this model and precision; {used} is used",
-                    stacklevel=2,
-                )
-        if decoder_only(backbone.config.model_type):
-            backbone.config.use_cache = (
-                False  # the key-value cache is for generating text, which an encoder never does
-            )
-        return backbone
+        backbone = load_backbone(
+            name,
+            subfolder,
+            dtype=self.dtype,
+            device=self.device,
+            quantize=quantize,
+            attention=self.attention,
+            trust_remote_code=self.trust_remote_code,
+        )
+        return backbone.dequantize() if self.merge and quantize != "none" else backbone
 
     def tower(self, files: TowerFiles, backbone: Any) -> Tower:
         """Load the adapter, the tokenizer and the Dense layers of a tower.
@@ -321,7 +277,6 @@ class TowerLoader:
             if files.base:
                 lora.load_adapter(backbone, files.name, files.subfolder)
             tokenizer = load_tokenizer(files, self.trust_remote_code)
-        check_vocabulary(tokenizer, word_embeddings(backbone))
         # padding on the left would shift the positions of a text by the length of another text
         tokenizer.padding_side = "right"
         if decoder_only(backbone.config.model_type) and files.plain and self.pooling == "last":
@@ -335,7 +290,9 @@ class TowerLoader:
             lora.add_adapter(backbone, base, self.adapters.config)
         elif self.merge and files.base:
             lora.merge(backbone)
-        return Tower(backbone, tokenizer, self.pooling, dense, base)
+        tower = Tower(backbone, tokenizer, self.pooling, dense, base)
+        check_vocabulary(tokenizer, tower.vocabulary)
+        return tower
 
 
 def _weights_of(files: TowerFiles) -> tuple[str, str, str]:
@@ -428,23 +385,6 @@ def tiny_tower(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Tower(BertModel(config), tokenizer, pooling)
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Hide progress bars and warnings of transformers inside the ``with`` block."""
-    verbosity, bars = (
-        transformers_logging.get_verbosity(),
-        transformers_logging.is_progress_bar_enabled(),
-    )
-    transformers_logging.set_verbosity(logging.ERROR)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 def set_attention(backbone: Any, name: str) -> None:

@@ -391,6 +391,21 @@ def test_the_encoder_inside_a_classifier_can_be_saved_for_training(bert, tmp_pat
     assert DualEncoder.load(tmp_path / "encoder", **SIZE).dim == 32
 
 
+@pytest.mark.parametrize(
+    ("name", "family", "word"),
+    [
+        ("Qwen3-Reranker-0.6B", "qwen3", "reranker"),
+        ("models--x--mxbai-rerank-base-v2/snapshots/a1b2", "qwen3", "rerank"),
+        ("splade-cocondenser", "bert", "splade"),
+        ("Qwen3-0.6B", "qwen3", None),
+    ],
+)
+def test_rerankers_and_sparse_encoders_without_a_head_warn(name, family, word, tmp_path):
+    folder = family_folder(family, tmp_path / name)
+    found = warned(lambda: DualEncoder.load(folder, **SIZE))
+    assert [f"the name says {word};" in message for message in found] == [True] * bool(word)
+
+
 @pytest.mark.parametrize("key", ["linear.weight", "colbert_linear.weight"])
 def test_colbert_checkpoints_are_refused(key, bert, tmp_path):
     """As colbert-ir/colbertv2.0: a BERT under its name and the projection of all tokens."""

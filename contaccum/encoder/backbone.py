@@ -1,0 +1,198 @@
+"""Load the backbone of an encoder: a model of transformers, without layers after the encoder."""
+
+import importlib.util
+import logging
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModel, BitsAndBytesConfig
+from transformers.models.auto import modeling_auto
+from transformers.utils import is_flash_attn_2_available
+from transformers.utils import logging as transformers_logging
+
+from contaccum.encoder.folders import decoder_only
+from contaccum.errors import InputError, install_command
+from contaccum.runtime.hub import loading
+
+# matches the names of the weights of a layer
+LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.")
+POOLER = r"(.*\.)?pooler\..*"  # matches the names of pooler layers, which contaccum does not use
+# match the names of the weights after the encoder, in classifiers of transformers and in ColBERT
+CLASSIFIER = re.compile(
+    r"((pre_|qa_)?classifier|classification_head|score|qa_outputs|sequence_summary|logits_proj)\."
+)
+COLBERT = re.compile(r"(colbert_)?linear\.")
+
+# hides warnings about optional kernels, and about the activation type of every 8-bit layer
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def load_backbone(
+    name: str,
+    subfolder: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    quantize: str,
+    attention: str,
+    trust_remote_code: bool,
+) -> Any:
+    """Load a backbone, without an adapter.
+
+    name, subfolder: folder or Hub name, and a folder in it. device: device for a quantized
+    backbone; do not move it later. Other backbones are loaded on the CPU. quantize: none, 4bit or
+    8bit. attention: ``auto`` uses the implementation of attention in config.json if it is available
+    on ``device``, else warns; any other value ignores config.json. Raises InputError for a model
+    that makes no token vectors, or was trained to be something else than an encoder.
+    """
+    source = {"subfolder": subfolder, "trust_remote_code": trust_remote_code}
+    with loading(name), quiet_transformers():
+        config = AutoConfig.from_pretrained(name, **source)
+    if config.model_type in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        raise InputError(
+            f"{name}: {config.model_type} is an encoder-decoder; expected an encoder or a decoder"
+        )
+    if config.model_type == "dpr":
+        raise InputError(
+            f"{name}: the model type dpr has no token vectors. Use a copy that was converted "
+            "to the type bert, such as "
+            "sentence-transformers/facebook-dpr-question_encoder-single-nq-base."
+        )
+    # transformers would refuse to load the model if this implementation is not available
+    wanted = config._attn_implementation
+    config._attn_implementation = None
+
+    options: dict[str, Any] = {}
+    if quantize == "none":
+        options["ignore_mismatched_sizes"] = True  # refuse_incomplete names these tensors
+    else:
+        require("bitsandbytes", "bitsandbytes", f"{quantize} quantization")
+        options["device_map"] = {"": str(device or "cpu")}
+    if quantize == "8bit":
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    elif quantize == "4bit":
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    with loading(name), quiet_transformers():
+        backbone, info = AutoModel.from_pretrained(
+            name,
+            config=config,
+            **source,
+            dtype=dtype,
+            use_safetensors=True,  # a pickle can run code
+            output_loading_info=True,
+            **options,
+        )
+    refuse_other_heads(name, info["unexpected_keys"])
+    refuse_incomplete(name, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"])
+
+    if wanted is not None and attention == "auto":
+        # names of other implementations may stand for code on the Hub
+        available = wanted in ("eager", "sdpa") or (
+            wanted == "flash_attention_2"
+            and torch.device(device or "cpu").type == "cuda"
+            and dtype != torch.float32
+            and is_flash_attn_2_available()
+        )
+        if available:
+            with suppress(ValueError, ImportError), quiet_transformers():
+                backbone.set_attn_implementation(wanted)
+        used = backbone.config._attn_implementation
+        if used != wanted:
+            warnings.warn(
+                f"{name}: config.json asks for {wanted} as the implementation of attention, "
+                f"which is not available here for this model and precision; {used} is used",
+                stacklevel=2,
+            )
+    if decoder_only(config.model_type):
+        backbone.config.use_cache = False  # an encoder never generates text
+    # otherwise save_pretrained splits the weights into several files
+    vars(backbone).pop("hf_device_map", None)
+    for module in backbone.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # otherwise the first evaluation repacks the weights permanently
+            module.support_avx512bf16_for_cpu = False
+        elif hasattr(module, "init_8bit_state"):
+            # otherwise the first of two layers that share weights removes the scales of both
+            module.init_8bit_state()
+    return backbone
+
+
+def require(package: str, extra: str, what: str) -> None:
+    """Raise InputError if ``package`` is missing.
+
+    extra: pip extra that installs it. what: feature that needs it.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise InputError(f"{what}: package {package} is missing. Run: {install_command(extra)}")
+
+
+def refuse_other_heads(name: str, unexpected: Iterable[str]) -> None:
+    """Raise InputError if the file has the weights of a classifier or of a ColBERT model.
+
+    unexpected: names of weights that a bare encoder does not have. The heads of pretraining, such
+    as that for masked words, may be dropped.
+    """
+    for key in sorted(unexpected):
+        kind = ""
+        if CLASSIFIER.match(key):
+            kind = "a classifier, such as a cross-encoder"
+        elif COLBERT.match(key):
+            kind = "a ColBERT model, which makes one vector for each token"
+        if kind:
+            raise InputError(
+                f"{name}: is {kind} (it has the weights {key}); expected an encoder that makes one "
+                "vector for each text. To train the encoder inside it, save that with "
+                "AutoModel.from_pretrained and save_pretrained first."
+            )
+
+
+def refuse_incomplete(
+    name: str, missing: Iterable[str], mismatched: Iterable[Any], unexpected: Iterable[str] = ()
+) -> None:
+    """Raise InputError if the weights of a model do not match its configuration.
+
+    missing: names of weights that the file lacks. Pooler weights are ignored, because contaccum
+    uses no pooler. mismatched: names of weights with a wrong shape. unexpected: names of weights in
+    the file that the configuration does not have. They are an error only in an encoder layer.
+    """
+    problems = {
+        "are missing": [key for key in missing if not re.fullmatch(POOLER, key)],
+        # transformers names a tensor, or gives a tuple of its name and two shapes
+        "have the wrong shape": [key if isinstance(key, str) else key[0] for key in mismatched],
+        "belong to layers that the configuration does not have": [
+            key for key in unexpected if LAYER.search(key)
+        ],
+    }
+    for problem, keys in problems.items():
+        if keys:
+            examples = ", ".join(sorted(keys)[:3]) + (", ..." if len(keys) > 3 else "")
+            raise InputError(
+                f"{name}: {len(keys)} tensors {problem} ({examples}); the file must have the "
+                "weights of every layer in the configuration"
+            )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hide progress bars and warnings of transformers inside the ``with`` block."""
+    verbosity, bars = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    )
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
