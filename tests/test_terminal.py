@@ -218,9 +218,7 @@ def test_valid_launches_are_accepted(launched):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_training_shows_progress_and_the_next_command_only_on_a_terminal(
-    terminal, tmp_path, capsys, monkeypatch
-):
+def test_training_shows_progress_and_the_next_command(terminal, tmp_path, capsys, monkeypatch):
     data, model = write_beir(tmp_path / "data"), tmp_path / "run" / "model"
     config = tmp_path / "config.yaml"
     config.write_text(
@@ -237,8 +235,9 @@ def test_training_shows_progress_and_the_next_command_only_on_a_terminal(
         f"best dev ndcg@10: {score:.4f}",
         f"next: contaccum evaluate --model {model} --data {data}",
     ]
-    assert (err.splitlines()[-2:] == ending) == terminal
-    for shown in ("2/2", "loss=", "negatives=", "pairs/s=", "peak=", "step/s"):
+    assert err.splitlines()[-2:] == ending
+    assert "2/2" in err
+    for shown in ("loss=", "negatives=", "pairs/s=", "peak=", "step/s"):
         assert (shown in err) == terminal, shown
 
 

@@ -51,8 +51,7 @@ def _train(config: TrainConfig) -> None:
     model = train(config)
     if is_main():
         print(model, flush=True)
-        if sys.stderr.isatty():
-            print("\n".join(next_steps(config, model)), file=sys.stderr)
+        print("\n".join(next_steps(config, model)), file=sys.stderr)
 
 
 def _encode(job: options.EncodeConfig, encoder: EncoderConfig, policy: DataPolicy) -> None:

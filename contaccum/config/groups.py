@@ -84,6 +84,10 @@ class DataConfig(DataPolicy):
     evaluation, and the last model is kept."""
     dev_split: str = "dev"
     """Split to evaluate on during training: the name of a qrels file in a BEIR folder."""
+    dev_passages: NonNegativeInt = 2000
+    """Maximum number of passages of the dev corpus: all judged ones, and a random sample of the
+    others. This makes evaluations fast, but scores are higher than on the whole corpus. 0: the
+    whole corpus."""
     hard_negatives: NonNegativeInt = 0
     """Number of hard negatives for each query (H). `fill_negatives` decides what happens to queries
     that have fewer."""
@@ -133,6 +137,8 @@ class DataConfig(DataPolicy):
             )
 
     def unused(self, config: "TrainConfig") -> Iterator[str]:
+        if self.dev is None and self.dev_passages != DataConfig.dev_passages:
+            yield "data.dev_passages has no effect without data.dev"
         if self.mixture and self.split != DataConfig.split:
             yield "data.split has no effect with data.mixture"
         if not self.mixture and self.mixture_batches != DataConfig.mixture_batches:

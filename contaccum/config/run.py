@@ -4,7 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from contaccum.config.declare import NonNegativeInt, PositiveInt, parse_bytes, setting
+from contaccum.config.declare import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    parse_bytes,
+    setting,
+)
 from contaccum.config.encoder import ProcessConfig
 
 if TYPE_CHECKING:
@@ -36,14 +42,20 @@ class RunConfig(ProcessConfig):
     memory_budget: str | None = setting(None, resume="free")
     """Maximum memory of torch on each GPU, such as 11GB or 10GiB. CUDA needs a few hundred MB in
     addition. Default: no limit."""
-    save_steps: NonNegativeInt = setting(500, resume="free")
-    """Number of steps between two checkpoints. The last step always writes a checkpoint. 0: only at
-    the end."""
-    keep_checkpoints: PositiveInt = setting(2, resume="free")
-    """Number of newest checkpoints to keep."""
-    eval_steps: NonNegativeInt = 0
-    """Number of steps between two evaluations on `data.dev`. The last step is always evaluated. 0:
-    only the last step is evaluated."""
+    save_steps: NonNegativeInt | NonNegativeFloat = setting(0.25, resume="free")
+    """Number of steps between two checkpoints. Below 1: share of the run's steps. A checkpoint is
+    also written 10 minutes after the last one. 0: no checkpoints, except after a signal or an
+    error."""
+    keep_checkpoints: PositiveInt | None = setting(None, resume="free")
+    """Number of newest checkpoints to keep, also after the run, which then ends with a checkpoint.
+    Default: 2 during the run. After its last step only the model is kept."""
+    eval_steps: NonNegativeInt | NonNegativeFloat = 0.25
+    """Number of steps between two evaluations on `data.dev`. Below 1: share of the run's steps. The
+    last step is always evaluated; an evaluation shortly before it is left out. 0: only the last
+    step is evaluated."""
+    early_stopping: NonNegativeInt = 0
+    """Number of evaluations in a row without a better score on `data.dev` that end the run. 0: the
+    run never ends early."""
     metric: str = "ndcg@10"
     """Metric on `data.dev` that decides which model is kept."""
     eval_batch_tokens: PositiveInt | None = setting(None, resume="free")
@@ -70,6 +82,12 @@ class RunConfig(ProcessConfig):
                 f"run.metric is {self.metric!r}, expected MEASURE@K, such as ndcg@10 (MEASURE: "
                 f"{', '.join(METRIC_MEASURES)}; K: {', '.join(map(str, METRIC_CUTS))})"
             )
+        for name, steps in (("eval_steps", self.eval_steps), ("save_steps", self.save_steps)):
+            if steps > 1 and steps != int(steps):
+                yield (
+                    f"run.{name} is {steps}, expected a whole number of steps, or a share of the "
+                    "run below 1"
+                )
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
         if self.sharding == "none" and self.cpu_offload:
@@ -94,7 +112,9 @@ class RunConfig(ProcessConfig):
                 yield f"model.quantize is 8bit, {needs} none or 4bit; change one of them"
 
     def unused(self, config: "TrainConfig") -> Iterator[str]:
-        if config.data.dev is None and self.eval_steps:
+        if config.data.dev is None and self.eval_steps != RunConfig.eval_steps:
             yield "run.eval_steps has no effect without data.dev"
+        if config.data.dev is None and self.early_stopping:
+            yield "run.early_stopping has no effect without data.dev"
         if config.data.dev is None and self.metric != RunConfig.metric:
             yield "run.metric has no effect without data.dev"

@@ -36,6 +36,7 @@ from datasets import Dataset
 from contaccum.config import TrainConfig, validate
 from contaccum.config.experiments import AutoConfig
 from contaccum.data.dataset import load_training, open_dataset
+from contaccum.data.dev_set import hold_out, write_dev_set
 from contaccum.data.retrieval_set import splits_of
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.metrics import read_metrics
@@ -51,7 +52,6 @@ from contaccum.experiments.auto_state import (
     passes,
 )
 from contaccum.experiments.compare import Configure
-from contaccum.experiments.dev_set import hold_out, write_dev_set
 from contaccum.experiments.jobs import data_hashes, delete_weights, refuse_changed, run_job
 from contaccum.experiments.measure import measure_micro_batch, memory_budget
 from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE, dev_score
@@ -463,7 +463,7 @@ class Auto:
             end=time.monotonic() + left + evaluating + state.after_training(),
             most=most,
             evaluation=state.expected("dev"),
-            eval_steps=config.run.eval_steps,
+            eval_steps=int(config.run.eval_steps),
             after=state.after_training(),
             report=report,
         )

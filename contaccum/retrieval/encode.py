@@ -46,6 +46,7 @@ from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.files import cache_folder, sweep
 from contaccum.runtime.locks import folder_lock, waiting_lock
 from contaccum.runtime.processes import ALONE, Processes, joined
+from contaccum.runtime.units import duration
 
 if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
@@ -267,8 +268,7 @@ def make_estimate(
     sampled: number of texts in the sample. seconds: time to encode this sample.
     """
     rate, megabytes = sampled / seconds, rows * dim * np.dtype(dtype).itemsize / 1e6
-    hours, minutes = divmod(round(rows / rate / 60), 60)
-    time_needed = f"about {hours} h {minutes:02d} min, {megabytes:,.0f} MB of vectors"
+    time_needed = f"about {duration(rows / rate)}, {megabytes:,.0f} MB of vectors"
     return rows / rate, f"{rows:,} texts at {rate:,.4g} a second: {time_needed}"
 
 

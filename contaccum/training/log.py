@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import sys
+import time
 import warnings
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +22,7 @@ from contaccum.errors import InputError, NotFiniteError, printable
 from contaccum.methods.loss import LossValue
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import decode_json, read_json, write_errors, write_json, write_text
+from contaccum.runtime.units import duration
 from contaccum.training.trackers import TRACKERS
 
 LOG_FILE = "log.jsonl"
@@ -60,8 +62,13 @@ class RunLog:
         resumed_at: step at which the run continues, 0 for a new run.
         """
         self.active = active
+        self.bar_shown = False
         if not active:
             return
+        self.total, self.first = total, resumed_at
+        self.began = time.monotonic()
+        self.printed_step, self.printed = resumed_at, self.began  # last line about the progress
+        self.score = ""  # last dev score, as in the lines about the progress
         run = Path(config.output_dir)
         kept = [line for line in read_log(run) if line["step"] <= resumed_at]
         settings = {
@@ -85,6 +92,7 @@ class RunLog:
             file=sys.stderr,
             dynamic_ncols=True,
         )
+        self.bar_shown = not self.bar.disable
 
     def step(self, values: dict[str, Any], write: bool) -> None:
         """Advance the progress bar by one optimizer step and show ``values``.
@@ -101,6 +109,8 @@ class RunLog:
             "peak": f"{values['peak_memory'] / 2**30:.3g} GiB",
         }
         self.bar.set_postfix(shown, refresh=False)
+        if not self.bar_shown:
+            self._print_progress(values)
         if write:
             self._write(values)
             numbers = {
@@ -108,9 +118,27 @@ class RunLog:
             }
             self._track(numbers, values["step"])
 
-    def evaluation(self, step: int, scores: dict[str, float]) -> None:
+    def _print_progress(self, values: dict[str, Any]) -> None:
+        """Print a line about the progress after the first step, and a minute or 5 % of the steps.
+
+        It replaces the progress bar where stderr is no terminal.
+        """
+        step, now = values["step"], time.monotonic()
+        part = (step - self.printed_step) / self.total
+        if step > self.first + 1 and step < self.total and now - self.printed < 60 and part < 0.05:
+            return
+        self.printed_step, self.printed = step, now
+        left = (now - self.began) / (step - self.first) * (self.total - step)
+        line = (
+            f"step {step}/{self.total}  loss {values['loss']:.4g}{self.score}  "
+            f"{values['pairs_per_second']:.4g} pairs/s"
+        )
+        self.say(f"{line}  about {duration(left)} left" if left else line)
+
+    def evaluation(self, step: int, scores: dict[str, float], metric: str) -> None:
         """Add the metrics of an evaluation on the dev set to the log and the trackers."""
         if self.active:
+            self.score = f"  dev {metric} {scores[metric]:.4f}"
             self._write({"step": step, "dev": scores})
             self._track({f"dev/{name}": value for name, value in scores.items()}, step)
 

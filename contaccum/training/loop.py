@@ -17,6 +17,7 @@ from contaccum.config import METRIC_CUTS, TrainConfig, check_total, parse_bytes,
 from contaccum.config.commands import SearchConfig
 from contaccum.config.load import CONFIG_VERSION
 from contaccum.data.dataset import load_training, open_dataset
+from contaccum.data.dev_set import sample_passages
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.encoder import SETTINGS_FILE
 from contaccum.errors import InputError, Interrupted, NotFiniteError
@@ -37,6 +38,7 @@ from contaccum.training.run_folder import newest_checkpoint
 from contaccum.training.trackers import check_trackers
 
 DEV_DEPTH = max(METRIC_CUTS)  # number of passages to retrieve for each dev query
+SAVE_SECONDS = 600.0  # maximum time between two checkpoints
 
 
 def train(config: TrainConfig, after_step: "Callable[[Training], None] | None" = None) -> Path:
@@ -57,6 +59,8 @@ def train(config: TrainConfig, after_step: "Callable[[Training], None] | None" =
     check_trackers(run.trackers)
     parts.check_guide(config)
     with training_defaults(), StopSignals() as signals, run_folder.claimed_folder(config):
+        if run_folder.is_finished(config):
+            return Path(config.output_dir) / "model"
         engine = Engine(
             device=run.device,
             precision=run.precision,
@@ -103,12 +107,17 @@ class Training:
 
         # data
         self.dev: RetrievalSet | None = None
+        self.dev_label = config.run.metric  # name of the dev score for people
         with engine.main_first():  # process 0 fills the cache, and the others read it
             train_set = load_training(config.data, config.distils)
             if config.data.dev:
-                self.dev = open_dataset(
+                whole = open_dataset(
                     config.data.dev, config.data.dev_split, config.data.policy
                 ).retrieval_set
+                most = config.data.dev_passages or len(whole.corpus)
+                self.dev = sample_passages(whole, most, config.seed)
+                if len(self.dev.corpus) < len(whole.corpus):
+                    self.dev_label += f" on {len(self.dev.corpus)} of {len(whole.corpus)} passages"
         compared = {
             "checkpoint": str(checkpoint.state["step"]) if checkpoint else "",
             "config": to_yaml(config),
@@ -148,8 +157,7 @@ class Training:
 
         # number of steps
         self.examples = len(train_set.queries)
-        epochs = config.optim.epochs * self.examples / config.batch.global_batch_size
-        self.total = config.optim.max_steps or max(1, math.ceil(epochs))
+        self.total = run_folder.total_steps(config, self.examples)
         check_total(config, self.total)
 
         # state of the run
@@ -157,6 +165,8 @@ class Training:
         self.done = 0  # number of finished steps
         self.best: dict[str, Any] = {}  # step, score, metric and dev set of the best evaluation
         self.evaluated = 0  # step of the last evaluation
+        self.worse = 0  # evaluations since the best one
+        self.saved = time.monotonic()  # time of the last checkpoint
         if checkpoint:
             self.resume(checkpoint, optimizer, changed)
         engine.prepare(self.encoder, optimizer)
@@ -168,6 +178,10 @@ class Training:
             if self.done < self.total or not checkpoint:
                 write_environment(self.folder, engine, resumed=bool(checkpoint))
         self.log = RunLog(engine.is_main, config, self.total, self.done)
+        pairs = config.batch.global_batch_size
+        self.log.say(
+            f"training: {self.total - self.done} updates of {pairs} pairs with {config.method}"
+        )
         self.log.say(automatic.description(config))
 
     def resume(
@@ -197,6 +211,7 @@ class Training:
             )
         self.best = state["best"]
         self.evaluated = state["evaluated"]
+        self.worse = state["worse"]
 
         if state["identity"]["data"] != self.identity["data"]:
             changed = [*changed, "data"]  # the bank contains row numbers of the old data
@@ -213,6 +228,7 @@ class Training:
             same_dev = self.best["dev"] == self.dev.fingerprint()
             if not saved or not same_dev or self.best["metric"] != config.run.metric:
                 self.best = {}
+                self.worse = 0
                 self.evaluated = 0  # evaluate this step again if an evaluation is due
                 why = "the metric or the dev set changed" if saved else "its model was deleted"
                 warnings.warn(f"the best score so far is ignored: {why}", stacklevel=2)
@@ -236,7 +252,7 @@ class Training:
         waited = 0.0  # time for which they waited for data
         prepared = self.prefetch_steps()
         try:
-            while self.done < self.total:
+            while self.done < self.total and not self.stopped_early():
                 # take one step: forward and backward passes, and the update of the weights
                 start = time.perf_counter()
                 micro_batches = next(prepared)
@@ -268,10 +284,10 @@ class Training:
                 values["seconds"] = seconds / unlogged
                 values["waited"] = waited / unlogged
                 values["pairs_per_second"] = config.batch.global_batch_size * unlogged / seconds
-                if self._due(config.run.drift_steps):
+                if self.done_every(config.run.drift_steps):
                     values |= self.drift.measure()
                 last = self.done == self.total
-                write = last or self._due(config.run.log_steps)
+                write = last or self.done_every(config.run.log_steps)
                 self.log.step(values, write)
                 if write:
                     unlogged = 0
@@ -289,10 +305,11 @@ class Training:
                         raise
 
                 # save, and stop after a signal to any process
+                last = last or self.stopped_early()
                 stop = engine.largest(signals.received)
-                save = last or stop > 0 or self._due(config.run.save_steps)
+                save = self.checkpoint_due(last) or stop > 0
                 every = config.run.bank_check_steps
-                check_bank = engine.world > 1 and every > 0 and (save or self._due(every))
+                check_bank = engine.world > 1 and every > 0 and (save or self.done_every(every))
                 if check_bank and (others := engine.differing(bank.fingerprint())):
                     good = run_folder.last_good_state(self.folder)
                     raise RuntimeError(
@@ -307,9 +324,19 @@ class Training:
                     )
         finally:
             prepared.close()
+        self.finish()
+
+    def finish(self) -> None:
+        """Save the model if no evaluation did, and delete checkpoints that nobody asked for."""
         if self.dev is None:
             self._save_model()
-        engine.barrier()
+        self.engine.barrier()
+        if self.engine.is_main and self.config.run.keep_checkpoints is None:
+            run_folder.finish(self.folder, self.total, self.examples)
+
+    def stopped_early(self) -> bool:
+        """Return whether the last evaluations were all below the best one (run.early_stopping)."""
+        return 0 < self.config.run.early_stopping <= self.worse
 
     def prefetch_steps(self) -> Generator[list[MicroBatch], None, None]:
         """Yield the micro-batches of each remaining step.
@@ -325,7 +352,7 @@ class Training:
         """Change the number of steps. The learning rate then falls to 0 at the new end."""
         self.total = max(self.done, total)
         if self.engine.is_main:
-            self.log.bar.total = self.total
+            self.log.total = self.log.bar.total = self.total
 
     def prepare_step(self, step: int, size: int) -> list[MicroBatch]:
         """Return the micro-batches of one step, page-locked if they will be copied to a GPU."""
@@ -432,13 +459,36 @@ class Training:
             "peak_memory": engine.peak_memory(),
         }
 
-    def _due(self, every: int) -> bool:
-        return every > 0 and self.done % every == 0
+    def done_every(self, steps: float) -> bool:
+        """Return whether something is due that happens every ``steps`` steps.
+
+        steps: number of steps, or below 1 a share of the run. 0: never.
+        """
+        return steps > 0 and self.done % self.interval(steps) == 0
+
+    def checkpoint_due(self, last: bool) -> bool:
+        """Return whether to save a checkpoint after this step, the same in all processes.
+
+        last: whether it is the last step. Its model is saved anyway.
+        """
+        run = self.config.run
+        if last:
+            return run.keep_checkpoints is not None
+        if run.save_steps == 0:
+            return False
+        late = time.monotonic() - self.saved > SAVE_SECONDS
+        return self.engine.largest(int(late)) > 0 or self.done_every(run.save_steps)
+
+    def interval(self, steps: float) -> int:
+        return int(steps) if steps >= 1 else math.ceil(steps * self.total)
 
     def _evaluation_due(self) -> bool:
-        return self.dev is not None and (
-            self.done >= self.total or self._due(self.config.run.eval_steps)
-        )
+        every = self.config.run.eval_steps
+        if self.dev is None or (self.done < self.total and not self.done_every(every)):
+            return False
+        # the evaluation of the last step soon follows
+        left = self.total - self.done
+        return left <= 0 or left >= self.interval(every) / 2
 
     def save_good_state(self) -> str:
         """Save a checkpoint if all weights are finite.
@@ -457,28 +507,43 @@ class Training:
         assert self.dev is not None
         name = self.config.run.metric
         settings = SearchConfig(batch_tokens=self.config.run.eval_batch_tokens)
+        if not self.log.bar_shown:
+            self.log.say(
+                f"step {self.done}: evaluating on {len(self.dev.queries)} dev queries and "
+                f"{len(self.dev.corpus)} passages"
+            )
         with self.engine.unmeasured(), self.engine.autocast():
             metrics = evaluate(
                 self.encoder, self.dev, k=DEV_DEPTH, settings=settings, group=self.engine
             )
         score = metrics["mean"][name]
         better = not self.best or score > self.best["score"]
+        self.worse = 0 if better else self.worse + 1
         if better:
             self._save_model()
             if self.engine.is_main:
-                write_json(self.folder / run_folder.DEV_METRICS_FILE, metrics)
+                write_json(
+                    self.folder / run_folder.DEV_METRICS_FILE,
+                    {"label": self.dev_label, **metrics},
+                )
             self.best = {
                 "step": self.done,
                 "score": score,
                 "metric": name,
                 "dev": self.dev.fingerprint(),
             }
-        self.log.evaluation(self.done, metrics["mean"])
+        self.log.evaluation(self.done, metrics["mean"], name)
         # not earlier: if saving the model fails, a resumed run evaluates this step again
         self.evaluated = self.done
         self.log.say(
-            f"step {self.done}: dev {name} {score:.4f}{' (best so far)' if better else ''}"
+            f"step {self.done}: dev {self.dev_label} {score:.4f}"
+            f"{' (best so far)' if better else ''}"
         )
+        if self.stopped_early():
+            self.log.say(
+                f"stopping after step {self.done} of {self.total}: {self.worse} evaluations "
+                "without a better dev score"
+            )
 
     def _save_model(self) -> None:
         if self.engine.is_main or self.engine.sharded:
@@ -496,9 +561,11 @@ class Training:
                 "identity": self.identity,
                 "best": self.best,
                 "evaluated": self.evaluated,
+                "worse": self.worse,
                 "scaler": engine.scaler.state_dict(),
                 "micro_batch": self.micro_batch_size.state(),
             }
-            keep = self.config.run.keep_checkpoints
+            keep = self.config.run.keep_checkpoints or 2
             save_checkpoint(self.folder, self.encoder, engine.optimizer, self.bank, state, keep)
+        self.saved = time.monotonic()
         engine.barrier()

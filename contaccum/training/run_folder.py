@@ -16,6 +16,7 @@ depend only on (seed, step).
 """
 
 import hashlib
+import math
 import os
 import re
 import shlex
@@ -34,12 +35,20 @@ from contaccum.data.train_set import TrainSet
 from contaccum.encoder import SETTINGS_FILE, DualEncoder, model_folder
 from contaccum.errors import InputError
 from contaccum.runtime.engine import Engine
-from contaccum.runtime.files import is_leftover, read_json, sha256_of, sweep
+from contaccum.runtime.files import (
+    is_leftover,
+    read_json,
+    remove_folder,
+    sha256_of,
+    sweep,
+    write_json,
+)
 from contaccum.runtime.launch import is_main
 from contaccum.runtime.locks import LOCK_FILE, folder_lock
 
 CONFIG_FILE = "config.yaml"
 DEV_METRICS_FILE = "dev_metrics.json"  # metrics of the best evaluation on dev
+FINISHED_FILE = "finished.json"  # steps of a run that ended and deleted its checkpoints
 MANIFEST = "manifest.json"
 STATE_VERSION = 2  # ``format_version`` of state.json; 2: other dropout noise
 LINKS = ("checkpoints", "model")
@@ -269,6 +278,7 @@ class State:
     # step, score, metric and dev set of the best evaluation; empty before the first one
     best: dict[str, Any]
     evaluated: int  # step of the last evaluation
+    worse: int  # evaluations since the best one
     scaler: dict[str, Any]  # state of the loss scaler; empty without fp16
     micro_batch: dict[str, Any]  # micro-batch sizes, see ``MicroBatchSize``
     bank: dict[str, Any]  # counters of the bank
@@ -356,6 +366,43 @@ def _fault(folder: Path) -> str | None:
     return None
 
 
+def is_finished(config: TrainConfig) -> bool:
+    """Return whether the run to resume ended without checkpoints.
+
+    Raises InputError if the run would now need more steps.
+    """
+    run = Path(config.output_dir)
+    whole = (run / FINISHED_FILE).is_file() and (run / "model" / SETTINGS_FILE).is_file()
+    if not config.resume or not whole or all_checkpoints(run):
+        return False
+    finished = read_json(run / FINISHED_FILE, dict[str, int], version=STATE_VERSION)
+    total = total_steps(config, finished["examples"])
+    if total > finished["total"]:
+        raise InputError(
+            f"{run}: this run ended after {finished['total']} steps and deleted its checkpoints, "
+            f"so it cannot continue to {total} steps. Start a new run from {run / 'model'} (as "
+            "model.name), and set run.keep_checkpoints to be able to continue it."
+        )
+    return True
+
+
+def total_steps(config: TrainConfig, examples: int) -> int:
+    """Return the number of optimizer steps of a run with this number of training examples."""
+    epochs = config.optim.epochs * examples / config.batch.global_batch_size
+    return config.optim.max_steps or max(1, math.ceil(epochs))
+
+
+def finish(run: Path, total: int, examples: int) -> None:
+    """Delete the checkpoints of a run whose model is complete, and record that it ended."""
+    numbers = {"format_version": STATE_VERSION, "total": total, "examples": examples}
+    write_json(run / FINISHED_FILE, numbers)
+    for folder in all_checkpoints(run):
+        remove_folder(folder)
+    folder = run / "checkpoints"
+    if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
 def next_steps(config: TrainConfig, model: Path) -> list[str]:
     """Return lines for the end of a run: its best dev metric, and the next command.
 
@@ -364,8 +411,8 @@ def next_steps(config: TrainConfig, model: Path) -> list[str]:
     lines = []
     scores = Path(config.output_dir) / DEV_METRICS_FILE
     if config.data.dev is not None and scores.is_file():
-        name = config.run.metric
-        lines.append(f"best dev {name}: {read_json(scores)['mean'][name]:.4f}")
+        metrics = read_json(scores)
+        lines.append(f"best dev {metrics['label']}: {metrics['mean'][config.run.metric]:.4f}")
     data = "DATA"
     if config.data.train and (Path(config.data.train) / "qrels" / "test.tsv").is_file():
         data = config.data.train

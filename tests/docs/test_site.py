@@ -29,7 +29,7 @@ def test_the_command_reference_names_every_verb_and_setting():
         "Number of steps between two checkpoints. The last step always writes a checkpoint. 0: "
         "only at the end."
     )
-    assert f"| `--run.save_steps` | {about} Range: at least 0. | `500` |" in train
+    assert f"| `--run.save_steps` | {about} Range: at least 0. | `0.25` |" in train
     assert "One of: cls, mean, last." in train
     assert "`--bank.size`" not in text.split("## contaccum encode")[1]
     assert "print_config" not in text

@@ -16,8 +16,8 @@ from contaccum.cli import main
 from contaccum.config import DataPolicy
 from contaccum.data.commands import check
 from contaccum.data.dataset import open_dataset
+from contaccum.data.dev_set import write_dev_set
 from contaccum.errors import InputError
-from contaccum.experiments.dev_set import write_dev_set
 from contaccum.runtime.files import read_json
 
 pytestmark = pytest.mark.filterwarnings("always:.*judgements name a passage")

@@ -1,13 +1,15 @@
-"""Write small dev sets as BEIR folders.
+"""Small dev sets: a sample of another one in memory, or written as a BEIR folder.
 
-A dev set has a sample of the judged queries, all judged passages of these queries, and a sample of
-the other passages. The corpus is small because training often computes the dev score, and encoding
-the passages takes most of that time. A score on a sampled corpus is higher than a score on the
-whole corpus, so compare only scores on the same corpus.
+A written dev set has a sample of the judged queries, all judged passages of these queries, and a
+sample of the other passages. The corpus is small because training often computes the dev score, and
+encoding the passages takes most of that time. A score on a sampled corpus is higher than a score on
+the whole corpus, so compare only scores on the same corpus.
 """
 
 import random
 from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +45,19 @@ def write_dev_set(
         most_passages,
         seed,
     )
+
+
+def sample_passages(source: RetrievalSet, most_passages: int, seed: int) -> RetrievalSet:
+    """Return ``source`` with all judged passages and a random sample of the others.
+
+    It has at most ``most_passages`` passages, or the judged ones if they are more.
+    """
+    if len(source.corpus) <= most_passages:
+        return source
+    rows = _sampled_rows(source.corpus, source.queries, source.qrels, most_passages, seed)
+    # in memory, because datasets would write a selection next to the tables in the cache
+    corpus = Dataset(source.corpus.with_format("arrow")[rows])
+    return replace(source, corpus=corpus, corpus_hash=f"{source.corpus_hash} {rows}")
 
 
 def hold_out(
@@ -112,14 +127,22 @@ def _write_dev(
     most_passages: int,
     seed: int,
 ) -> None:
-    rows = sorted(
-        find_rows(corpus, {passage for query in queries for passage in qrels[query]}).values()
-    )
-    others = np.delete(np.arange(len(corpus)), rows).tolist()
-    rows += random.Random(seed).sample(others, max(0, min(len(others), most_passages - len(rows))))
+    rows = _sampled_rows(corpus, queries, qrels, most_passages, seed)
     grades = (
         (query, passage, grade) for query in queries for passage, grade in qrels[query].items()
     )
     with whole_folder(folder) as part:
         records = ({"_id": key, "text": text} for key, text in queries.items())
-        write_beir_folder(part, beir_records(corpus.select(sorted(rows))), records, {"dev": grades})
+        write_beir_folder(part, beir_records(corpus.select(rows)), records, {"dev": grades})
+
+
+def _sampled_rows(
+    corpus: Dataset, queries: Iterable[str], qrels: Qrels, most_passages: int, seed: int
+) -> list[int]:
+    """Return the sorted row numbers of the judged passages and of a sample of the others."""
+    rows = sorted(
+        find_rows(corpus, {passage for query in queries for passage in qrels[query]}).values()
+    )
+    others = np.delete(np.arange(len(corpus)), rows).tolist()
+    rows += random.Random(seed).sample(others, max(0, min(len(others), most_passages - len(rows))))
+    return sorted(rows)

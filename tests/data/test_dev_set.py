@@ -6,8 +6,8 @@ import pytest
 from tiny_data import context, dpr, write
 
 from contaccum.data.dataset import open_dataset
+from contaccum.data.dev_set import hold_out, write_dev_set
 from contaccum.errors import InputError
-from contaccum.experiments.dev_set import hold_out, write_dev_set
 
 
 def _lines(path):

@@ -1,0 +1,117 @@
+"""A run that one can watch: lines without a terminal, sampled dev corpus, early stopping, disk."""
+
+import re
+import shutil
+
+import pytest
+from helpers import train_config, weights, write_beir
+
+from contaccum import train
+from contaccum.data.dataset import open_dataset
+from contaccum.data.dev_set import sample_passages
+from contaccum.errors import InputError
+from contaccum.runtime.files import read_json
+from contaccum.training.log import read_log
+from contaccum.training.loop import Training
+
+ONLY_MODEL = {"run.keep_checkpoints": None}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_beir(tmp_path_factory.mktemp("data") / "beir")
+
+
+def evaluated(run) -> list[int]:
+    return [line["step"] for line in read_log(run) if "dev" in line]
+
+
+def test_without_a_terminal_each_20th_of_a_run_has_a_line(data, tmp_path, capsys):
+    train(train_config(data, tmp_path / "run", **{"data.dev": str(data)}))
+    lines = capsys.readouterr().err.splitlines()
+    assert "training: 6 updates of 16 pairs with cont_accum" in lines
+    progress = [line for line in lines if line.startswith("step ") and "loss" in line]
+    assert [line.split()[1] for line in progress] == [f"{step}/6" for step in range(1, 7)]
+    assert all("pairs/s" in line for line in progress)
+    assert all("left" in line for line in progress[:-1])
+    assert re.search(r"dev ndcg@10 \d\.\d{4}  ", progress[-1])
+
+
+def test_shares_of_the_run_decide_when_to_save_and_evaluate(data, tmp_path):
+    steps = {"run.eval_steps": 0.25, "run.save_steps": 0.5, "optim.max_steps": 10}
+    train(train_config(data, tmp_path / "run", **{"data.dev": str(data), **steps}))
+    # every third step, but not step 9, because the last one follows
+    assert evaluated(tmp_path / "run") == [3, 6, 10]
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved == ["step-00000005", "step-00000010"]
+    with pytest.raises(InputError, match=r"run.save_steps is 2.5, expected a whole number"):
+        train(train_config(data, tmp_path / "other", **{"run.save_steps": 2.5}))
+
+
+def test_dev_corpus_is_sampled_once_and_named(data, tmp_path, capsys):
+    whole = open_dataset(data, "dev").retrieval_set
+    judged = {passage for grades in whole.qrels.values() for passage in grades}
+    most = len(judged) + 3
+    assert most < len(whole.corpus)
+    sampled = sample_passages(whole, most, seed=0)
+    assert len(sampled.corpus) == most
+    assert judged <= set(sampled.corpus["id"])
+    assert sampled.fingerprint() == sample_passages(whole, most, seed=0).fingerprint()
+    assert sampled.fingerprint() != sample_passages(whole, most, seed=1).fingerprint()
+    assert sample_passages(whole, 0 + len(whole.corpus), seed=0) is whole
+
+    changes = {"data.dev": str(data), "data.dev_passages": most, "optim.max_steps": 1}
+    train(train_config(data, tmp_path / "run", **changes))
+    label = f"ndcg@10 on {most} of {len(whole.corpus)} passages"
+    assert f"dev {label} " in capsys.readouterr().err
+    assert read_json(tmp_path / "run" / "dev_metrics.json")["label"] == label
+
+
+def test_only_the_model_stays_after_success(data, tmp_path):
+    run = tmp_path / "run"
+    train(train_config(data, run, **ONLY_MODEL))
+    assert not (run / "checkpoints").exists()
+    kept = weights(run)
+    train(train_config(data, tmp_path / "kept", **{"run.keep_checkpoints": 1}))
+    # negative control
+    assert [path.name for path in (tmp_path / "kept" / "checkpoints").iterdir()] == [
+        "step-00000006"
+    ]
+    assert weights(tmp_path / "kept") == kept
+
+    # a finished run is not repeated, and does not continue without its checkpoints
+    assert train(train_config(data, run, resume=True, **ONLY_MODEL)) == run / "model"
+    assert weights(run) == kept
+    more = {"optim.max_steps": 7, "allow_changes": True}
+    with pytest.raises(InputError, match="ended after 6 steps and deleted its checkpoints"):
+        train(train_config(data, run, resume=True, **ONLY_MODEL, **more))
+
+
+@pytest.mark.parametrize("patience", [1, 2])
+def test_early_stopping_composes_with_resume(patience, data, tmp_path):
+    """A learning rate of almost 0 never improves the first score."""
+    settings = {
+        "data.dev": str(data),
+        "run.early_stopping": patience,
+        "run.eval_steps": 1,
+        "run.save_steps": 1,
+        "optim.learning_rate": 1e-20,
+    }
+    run = tmp_path / "run"
+    train(train_config(data, run, **settings))
+    assert evaluated(run) == list(range(1, patience + 2))
+
+    def stop(training: Training) -> None:
+        if training.done == 2:
+            raise KeyboardInterrupt
+
+    again = tmp_path / "again"
+    with pytest.raises(KeyboardInterrupt):
+        train(train_config(data, again, **settings), after_step=stop)
+    train(train_config(data, again, resume=True, **settings))
+    assert evaluated(again) == evaluated(run)
+    assert weights(again) == weights(run)
+    without = tmp_path / "without"
+    train(train_config(data, without, **{**settings, "run.early_stopping": 0}))
+    assert evaluated(without) == list(range(1, 7))  # negative control
+    shutil.rmtree(without)
