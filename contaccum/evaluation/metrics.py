@@ -195,7 +195,7 @@ def render_metrics(metrics: Metrics, metric: str = "ndcg@10") -> str:
     if not all("@" in name for name in mean):  # answer accuracy: top1, top5, ...
         return "\n".join(f"{name:8s} {value:.4f}" for name, value in mean.items())
     last_line = f"{metrics['queries']} queries"
-    if metric in mean:
+    if metric in mean and metrics["per_query"]:  # BEIR gives no values of queries
         # imports scipy.stats, which takes a second and training does not need
         from contaccum.evaluation.significance import mean_interval
 

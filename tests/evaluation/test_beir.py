@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -243,7 +244,9 @@ def test_beir_and_our_evaluator_agree(tmp_path, capsys):
             == 0
         )  # fmt: skip
         tables.append(capsys.readouterr().out)
-    assert tables[0] == tables[1]
+    interval = re.compile("; ndcg@10 .* interval .*")  # BEIR gives no values of queries
+    assert interval.search(tables[0])
+    assert interval.sub("", tables[0]) == tables[1]
     ours, theirs = (
         json.loads((tmp_path / f"{name}.json").read_text()) for name in ("contaccum", "beir")
     )
