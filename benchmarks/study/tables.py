@@ -19,17 +19,16 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-from contaccum.config import TrainConfig
+from pack import DEFAULTS
+
 from contaccum.evaluation.significance import compare, holm
 from contaccum.experiments.page import Table, number
 from contaccum.experiments.run_records import RunGroup, RunRecord
-from contaccum.training.run_folder import flat
 
 METRIC = "ndcg@10"
-DEFAULTS = flat(asdict(TrainConfig()))
 RATE = "optim.learning_rate"
 SIZE = "batch.global_batch_size"
 PARTED = ("switches", "cut")
@@ -103,7 +102,7 @@ def same_seeds(found: dict[str, RunGroup]) -> dict[str, RunGroup]:
     """Return the groups reduced to the seeds that all of them have."""
     shared = set.intersection(*({run.seed for run in group.runs} for group in found.values()))
     return {
-        name: RunGroup(name, [run for run in group.runs if run.seed in shared])
+        name: RunGroup(name, runs=[run for run in group.runs if run.seed in shared])
         for name, group in found.items()
     }
 
@@ -189,7 +188,7 @@ def memory(group: RunGroup) -> str:
     """
     device = group.runs[0].environment.get("device")
     runs = [run for run in group.runs if run.environment.get("device") == device]
-    return number(RunGroup(group.label, runs).mean("peak_mib"), ".0f")
+    return number(RunGroup(group.label, runs=runs).mean("peak_mib"), ".0f")
 
 
 def p(value: float) -> str:
