@@ -212,6 +212,7 @@ def _examples(examples: ExampleTable) -> Stats:
     scored = int(np.count_nonzero(~np.isnan(examples.positives.scores_or_nan[first])))
     return {
         "examples": len(lengths),
+        **({"records with the query of another": examples.merged} if examples.merged else {}),
         "queries without a positive": int(np.count_nonzero(lengths == 0)),
         **({"examples with a teacher's scores": scored} if scored else {}),
         "words per query": _spread(_words(examples.queries["text"][:])),

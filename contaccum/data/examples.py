@@ -66,6 +66,7 @@ class ExampleTable:
     negatives: Ragged
     others: Ragged
     fingerprint: str = ""
+    merged: int = 0  # number of records with the query of an earlier record
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self.positives.lengths))
@@ -147,6 +148,7 @@ def load_examples(path: Path, policy: DataPolicy, scores: bool = False) -> Examp
         negatives=_load_lists(folder, "negatives"),
         others=_load_lists(folder, "others"),
         fingerprint=about["fingerprint"],
+        merged=about["merged"],
     )
 
 
@@ -161,7 +163,7 @@ def build_examples(
     rows: dict[int, int] = {}  # hash of a passage's text -> row number
     query_ids = _Ids("query")
     passage_ids = _Ids("passage")
-    without_positive: dict[int, SourceLocation] = {}  # row number of a query -> location
+    locations: list[SourceLocation] = []  # of each record
     scored = 0  # number of examples with scores
     examples = numbered_examples(path, on_error, with_scores)
     for location, example in tqdm(
@@ -176,9 +178,8 @@ def build_examples(
         query_hash = text_hash(query.text)
         query_ids.add(query.id, query_hash, location)
         query_hashes.append(query_hash)
-        number = queries.add(query, query_hash)
-        if not example.positives:
-            without_positive[number] = location
+        queries.add(query, query_hash)
+        locations.append(location)
         scored += example.scores is not None
         for name in _LISTS:
             scores = getattr(example.scores, name, None)
@@ -195,7 +196,8 @@ def build_examples(
 
     first = first_with_same_text(np.array(query_hashes, dtype=np.int64))
     kept_rows = np.unique(first)
-    grouped = {name: lists[name].ragged().merged(first).distinct() for name in _LISTS}
+    given = {name: lists[name].ragged() for name in _LISTS}
+    grouped = {name: given[name].merged(first).distinct() for name in _LISTS}
     positives = grouped["positives"]
     is_positive = grouped["negatives"].contained_in(positives)
     negatives = grouped["negatives"].where(~is_positive)
@@ -209,16 +211,38 @@ def build_examples(
         fingerprints[1] = _rewrite(folder / "passages.arrow", PASSAGE_COLUMNS, None, passage_ids)
 
     unanswerable = np.flatnonzero(positives.lengths == 0)
+    without_positive = copied = ""  # the first error of each kind
+    if len(unanswerable):
+        without_positive = str(
+            locations[kept_rows[unanswerable[0]]].error(
+                "the query has no positive; every query needs a positive"
+            )
+        )
+    if is_positive.any():
+        place = int(np.argmax(is_positive))
+        copied_query = int(np.searchsorted(grouped["negatives"].offsets, place, side="right")) - 1
+        passage = grouped["negatives"].values[place]
+        record = next(
+            record
+            for record in np.flatnonzero(first == kept_rows[copied_query]).tolist()
+            if passage in given["negatives"].row(record)
+        )
+        copied = str(
+            locations[record].error(
+                "a hard negative has the text of a positive of its query; it needs another text"
+            )
+        )
     problems = [
         {
             "count": len(unanswerable),
             "text": "queries without a positive are skipped",
-            "first": _first_without_positive(without_positive, kept_rows[unanswerable]),
+            "first": without_positive,
         },
         {
             "count": int(is_positive.sum()),
-            "text": "hard negatives have the text of a positive of their query; they are left out",
-            "first": f"{path}: a hard negative has the text of a positive of its query",
+            "text": "hard negatives have the text of a positive of their query; they are left out "
+            f"(the first: {copied.partition(': ')[0]})",
+            "first": copied,
         },
         query_ids.problem(),
         passage_ids.problem(),
@@ -226,16 +250,10 @@ def build_examples(
     return {
         "fingerprint": "".join(fingerprints),
         "examples": len(kept_rows),
+        "merged": len(first) - len(kept_rows),
         "answerable": len(kept_rows) - len(unanswerable),
         "problems": [problem for problem in problems if problem["count"]],
     }
-
-
-def _first_without_positive(locations: dict[int, SourceLocation], rows: np.ndarray) -> str:
-    if not len(rows):
-        return ""
-    message = "the query has no positive; every query needs a positive"
-    return str(locations[int(rows[0])].error(message))
 
 
 class _Ids:

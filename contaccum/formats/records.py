@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from contaccum.errors import InputError
 from contaccum.runtime.files import refuse_url, whole_file
 
-READER_VERSION = 11
+READER_VERSION = 12
 """Part of the key of every cached table. Increase it if a reader changes what it reads from a file:
 the tables are then built again."""
 

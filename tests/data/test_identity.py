@@ -188,6 +188,21 @@ def test_a_hard_negative_with_the_text_of_a_positive_is_left_out(tmp_path, texts
     assert found.negatives.lengths.tolist() == [0, 1]
 
 
+def test_the_record_with_a_copied_negative_is_named_and_merged_records_are_counted(tmp_path):
+    rows = [
+        {"query": "q", "pos": ["b"], "neg": ["c"]},
+        {"query": "other", "pos": ["c"]},
+        {"query": " q", "pos": ["a"], "neg": ["c", "b"]},  # b is a positive in line 1
+    ]
+    path = write(tmp_path / "t.jsonl", lines(*rows))
+    with pytest.warns(UserWarning, match=r"1 hard negatives .*\(the first: .*t\.jsonl:3\)"):
+        assert check(path)["records with the query of another"] == 1
+    with pytest.raises(InputError, match=r"t\.jsonl:3: a hard negative has the text of a positive"):
+        open_train_set(path, strict=True)
+    other = write(tmp_path / "u.jsonl", lines(*rows[:2]))  # negative control
+    assert "records with the query of another" not in check(other)
+
+
 def test_a_judged_negative_with_the_text_of_a_positive_is_left_out(tmp_path):
     folder = beir(tmp_path, "q0\tp0\t1\nq0\tp1\t0\nq0\tp2\t0\n")
     passages = {"p0": ("T", "text"), "p1": ("", "T  text"), "p2": ("", "another")}
