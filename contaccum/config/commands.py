@@ -19,7 +19,11 @@ class SearchConfig:
 
     embeddings: str | None = setting(None, metavar="DIR")
     """Folder of the corpus vectors. Existing shards are read, and missing shards are computed and
-    written. Default: the vectors are kept in memory, in float32."""
+    written. Default: the cache."""
+    cache: bool = True
+    """Keep the vectors of the corpus in the cache, in float32, so that later commands with the same
+    model and corpus do not encode it again. Larger vectors than 4 GB are not kept; use
+    --embeddings. Several processes do not use the cache."""
     dtype: Literal["float16", "float32"] = "float32"
     """Data type of the vectors on disk."""
     batch_tokens: PositiveInt | None = None

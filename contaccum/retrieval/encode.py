@@ -43,10 +43,10 @@ from contaccum.retrieval.shards import (
     write_shard,
 )
 from contaccum.runtime.checks import refuse_input_as_output
-from contaccum.runtime.files import cache_folder, sweep
+from contaccum.runtime.files import cache_folder, remove_folder, sweep
 from contaccum.runtime.locks import folder_lock, waiting_lock
 from contaccum.runtime.processes import ALONE, Processes, joined
-from contaccum.runtime.units import duration
+from contaccum.runtime.units import duration, gigabytes
 
 if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
@@ -57,6 +57,7 @@ CHUNK = 16_384
 SAMPLE = 32  # number of texts that are encoded to estimate the time for all texts
 # minimum number of texts for an estimate, so that the sample takes at most 2 % of the time
 ESTIMATE_FROM = 50 * SAMPLE
+CACHE_BYTES = 4 * 10**9  # maximum size of all vectors of corpora in the cache
 ESTIMATE_SECONDS = 60.0  # an estimate is printed only if it is longer than this
 
 
@@ -163,11 +164,21 @@ def passage_vectors(
     """Return the vectors of the corpus, from a folder or in memory, and the first row number.
 
     If ``settings.embeddings`` names a folder, missing shards are encoded first, and the vectors are
-    read from the folder. Otherwise the corpus is encoded in memory. In both cases, each of W
-    processes gets one of W parts of consecutive rows.
+    read from the folder. Otherwise one process uses the cache (see ``cached_vectors``), and several
+    processes encode the corpus in memory. Each of W processes gets one of W parts of consecutive
+    rows.
     """
     texts = Texts.of_corpus(corpus)
     if settings.embeddings is None:
+        if settings.cache and group.world == 1:
+            size = texts.rows * encoder.dim * 4
+            if size <= CACHE_BYTES:
+                return cached_vectors(encoder, texts, size, settings.batch_tokens), 0
+            print(
+                f"contaccum: {gigabytes(size)} of vectors are above the limit of the cache, "
+                f"{gigabytes(CACHE_BYTES)}; use --embeddings to keep them for other commands",
+                file=sys.stderr,
+            )
         start, stop = (texts.rows * rank // group.world for rank in (group.rank, group.rank + 1))
         return [encode_in_memory(encoder, texts, settings.batch_tokens, start, stop)], start
     # a folder is used with any shard size and dtype, so a finished job is not compared with the
@@ -190,6 +201,38 @@ def passage_vectors(
         settings.embeddings, fingerprint, texts.fingerprint, rank=group.rank, world=group.world
     )
     return folder, folder.first_row
+
+
+def cached_vectors(
+    encoder: "DualEncoder", texts: Texts, size: int, batch_tokens: int | None
+) -> Shards:
+    """Return float32 vectors of the texts from the cache. If they are not there, encode the texts.
+
+    Commands with the same encoder and the same texts share them. size: bytes of the vectors. If the
+    cache of vectors is full, those that were not used for the longest time are deleted.
+    """
+    fingerprint = encoder.fingerprint(texts.kind)
+    name = hashlib.sha256(f"{fingerprint} {texts.fingerprint}".encode()).hexdigest()[:32]
+    folder = cache_folder() / "corpus_vectors" / name
+    locks = cache_folder() / "locks"
+    with waiting_lock(locks / f"{name}.lock"):
+        if not (folder / MANIFEST).is_file():
+            older = sorted(folder.parent.glob("*"), key=lambda each: each.stat().st_mtime)
+            sizes = [sum(file.stat().st_size for file in each.glob("*")) for each in older]
+            total = sum(sizes) + size
+            for each, its_size in zip(older, sizes, strict=True):
+                in_use = (locks / f"{each.name}.lock").exists()
+                if total > CACHE_BYTES and not in_use:
+                    remove_folder(each)
+                    total -= its_size
+            print(
+                f"contaccum: encoding {texts.rows:,} passages; other commands will find the "
+                f"vectors in the cache ({size / 1e6:,.0f} MB, limit {CACHE_BYTES / 1e6:,.0f} MB)",
+                file=sys.stderr,
+            )
+        encode_texts(encoder, texts, folder, batch_tokens=batch_tokens)  # only what is missing
+        os.utime(folder)
+        return list(ShardFolder(folder, fingerprint, texts.fingerprint))
 
 
 def encode_texts(
@@ -246,7 +289,7 @@ def encode_texts(
         rows = sum(stop - start for start, stop in map(job.span, missing))
         print_estimate(encoder, texts, rows, batch_tokens, job.dtype)
         with (
-            tqdm(total=rows, unit="text", disable=None) as bar,
+            tqdm(total=rows, unit="text", disable=None if rows else True) as bar,
             ThreadPoolExecutor(1, "write") as writer,
         ):
             written: Future[None] | None = None

@@ -107,6 +107,7 @@ class Training:
 
         # data
         self.dev: RetrievalSet | None = None
+        self.whole_dev = False  # whether the dev corpus is not a sample
         self.dev_label = config.run.metric  # name of the dev score for people
         with engine.main_first():  # process 0 fills the cache, and the others read it
             train_set = load_training(config.data, config.distils)
@@ -116,6 +117,7 @@ class Training:
                 ).retrieval_set
                 most = config.data.dev_passages or len(whole.corpus)
                 self.dev = sample_passages(whole, most, config.seed)
+                self.whole_dev = self.dev is whole
                 if len(self.dev.corpus) < len(whole.corpus):
                     self.dev_label += f" on {len(self.dev.corpus)} of {len(whole.corpus)} passages"
         compared = {
@@ -506,7 +508,9 @@ class Training:
         """
         assert self.dev is not None
         name = self.config.run.metric
-        settings = SearchConfig(batch_tokens=self.config.run.eval_batch_tokens)
+        # commands that use the trained model find the vectors of the last evaluation
+        cache = self.done >= self.total and self.config.run.precision == "fp32" and self.whole_dev
+        settings = SearchConfig(batch_tokens=self.config.run.eval_batch_tokens, cache=cache)
         if not self.log.bar_shown:
             self.log.say(
                 f"step {self.done}: evaluating on {len(self.dev.queries)} dev queries and "

@@ -1,0 +1,71 @@
+"""Vectors in the cache: a corpus is encoded once by all commands, and the size is limited."""
+
+from collections import Counter
+
+import pytest
+from helpers import train_config, write_beir
+
+from contaccum import DualEncoder, evaluate, look, mine, train
+from contaccum.config.commands import MineConfig, SearchConfig
+from contaccum.data.dataset import open_dataset
+from contaccum.retrieval import encode
+from contaccum.retrieval.encode import Texts, cached_vectors
+from contaccum.runtime.files import cache_folder
+
+
+@pytest.fixture
+def encoded(monkeypatch, tmp_path):
+    """Count the texts that each method of the encoder gets; use an empty cache."""
+    monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
+    counts = Counter()
+    for name in ("encode_queries", "encode_passages"):
+        original = getattr(DualEncoder, name)
+
+        def counted(self, texts, *arguments, _original=original, _name=name, **options):
+            counts[_name] += len(texts)
+            return _original(self, texts, *arguments, **options)
+
+        monkeypatch.setattr(DualEncoder, name, counted)
+    return counts
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_corpus_is_encoded_once_by_train_evaluate_search_and_mine(cache, encoded, tmp_path):
+    data = write_beir(tmp_path / "data")
+    passages = len(open_dataset(data, "test").retrieval_set.corpus)
+    changes = {"data.dev": str(data), "run.eval_steps": 0, "run.precision": "fp32"}
+    model = train(train_config(data, tmp_path / "run", **changes))
+    assert encoded["encode_passages"] == passages  # the evaluation of the last step
+    settings = SearchConfig(cache=cache)
+    scores = evaluate(str(model), str(data), settings=settings)["mean"]
+    for query in ("red fox", "owl", "where"):
+        look(str(model), str(data), query, settings=settings)
+    mining = MineConfig(num_negatives=1)
+    mine(str(model), str(data), tmp_path / "mined.jsonl", mining=mining, settings=settings)
+    # without the cache: once more in evaluate, in each search, and in mine
+    assert encoded["encode_passages"] == (1 if cache else 6) * passages
+    assert evaluate(str(model), str(data), settings=SearchConfig(cache=False))["mean"] == scores
+
+
+def test_the_oldest_vectors_are_deleted_when_the_cache_is_full(encoded, tmp_path, monkeypatch):
+    model = train(train_config(write_beir(tmp_path / "data"), tmp_path / "run"))
+    encoder = DualEncoder.load(model)
+
+    def vectors(word: str) -> int:
+        before = encoded["encode_passages"]
+        texts = Texts(
+            "passage",
+            8,
+            lambda start, stop: ([str(n) for n in range(start, stop)], [word] * (stop - start)),
+        )
+        (shard,) = cached_vectors(encoder, texts, 8 * encoder.dim * 4, None)
+        assert shard.vectors.tolist() == encoder.encode_passages([word] * 8).tolist()
+        return encoded["encode_passages"] - before - 8
+
+    assert [vectors(word) for word in ("a", "b", "a")] == [8, 8, 0]
+    folders = list((cache_folder() / "corpus_vectors").iterdir())
+    size = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+    monkeypatch.setattr(encode, "CACHE_BYTES", size)
+    assert vectors("c") == 8  # deletes b, because a was used after it
+    assert vectors("a") == 0
+    assert vectors("b") == 8
