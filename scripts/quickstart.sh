@@ -21,7 +21,7 @@ print(folder)')
 contaccum compare --config quickstart --settings study/methods-quickstart --budget 4000f --seeds 1 --parallel 2 --against untrained \
     --data.train "$data" --model.name "$model" --output_dir "$out"
 
-question="how do I run a function on every element of an array"
+question="test whether two samples have the same mean"
 for run in untrained presets_replay-seed0; do
     found=$out/runs/$run/model
     [ -d "$found" ] || found=$model
