@@ -203,7 +203,7 @@ def run_job(
     """
     run = Path(config.output_dir)
     if kind == "run":
-        train(config, after_step)
+        train(config, after_step=after_step)
     if test is None:
         mean = read_metrics(run / DEV_METRICS_FILE)["mean"]
         score = {"metric": config.run.metric, "score": mean[config.run.metric]}

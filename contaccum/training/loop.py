@@ -5,8 +5,9 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from contaccum.config.commands import SearchConfig
 from contaccum.config.load import CONFIG_VERSION
 from contaccum.data.dataset import load_training, open_dataset
 from contaccum.data.dev_set import sample_passages
+from contaccum.data.pairs import pairs_file
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.encoder import SETTINGS_FILE
 from contaccum.errors import InputError, Interrupted, NotFiniteError
@@ -41,17 +43,25 @@ DEV_DEPTH = max(METRIC_CUTS)  # number of passages to retrieve for each dev quer
 SAVE_SECONDS = 600.0  # maximum time between two checkpoints
 
 
-def train(config: TrainConfig, after_step: "Callable[[Training], None] | None" = None) -> Path:
+def train(
+    config: TrainConfig,
+    pairs: Iterable[Any] | None = None,
+    after_step: "Callable[[Training], None] | None" = None,
+) -> Path:
     """Train a model with the settings ``config``.
 
     Return the folder of the trained model, ``output_dir/model``.
 
+    pairs: training data in memory instead of ``data.train``: tuples, dicts or a
+    ``datasets.Dataset`` of query, positive and hard negatives (see ``pairs_file``).
     after_step: function that is called after each optimizer step. It may change the number of
     steps with ``Training.set_total``, for example to end at a given time.
 
     Raises InputError for errors that the user can fix. In training, Ctrl-C or SIGTERM saves a
     checkpoint and raises Interrupted.
     """
+    if pairs is not None:
+        config = replace(config, data=replace(config.data, train=str(pairs_file(pairs))))
     config = automatic.choose_precision(automatic.recorded(config))
     run = config.run
     validate(config, process_place()[1])

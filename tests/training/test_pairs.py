@@ -1,0 +1,36 @@
+"""Training on pairs in memory: tuples, dicts and a Dataset are the same data."""
+
+import pytest
+from datasets import Dataset
+from helpers import train_config, weights
+
+from contaccum import train
+from contaccum.data.dataset import open_dataset
+from contaccum.data.pairs import pairs_file
+from contaccum.errors import InputError
+
+TUPLES = [(f"question {n}", f"answer number {n}", f"wrong {n}") for n in range(20)]
+DICTS = [dict(zip(("anchor", "positive", "negative"), each, strict=True)) for each in TUPLES]
+
+
+def test_tuples_dicts_and_a_dataset_are_the_same_file():
+    path = pairs_file(TUPLES)
+    assert path == pairs_file(DICTS) == pairs_file(Dataset.from_list(DICTS))
+    assert path != pairs_file(TUPLES[1:])  # negative control
+    example = next(iter(open_dataset(path).examples()))
+    assert example.query.text == "question 0"
+    assert [each.text for each in example.positives] == ["answer number 0"]
+    assert [each.text for each in example.negatives] == ["wrong 0"]
+
+
+def test_pairs_in_memory_train_the_model_of_their_file(tmp_path):
+    changes = {"optim.max_steps": 2}
+    train(train_config("", tmp_path / "memory", **changes), TUPLES)
+    train(train_config(pairs_file(DICTS), tmp_path / "file", **changes))
+    assert weights(tmp_path / "memory") == weights(tmp_path / "file")
+
+
+@pytest.mark.parametrize("bad", [("alone",), (), ("query", 3 * [1]), (None, "text")])
+def test_other_values_are_refused_with_their_number(bad):
+    with pytest.raises(InputError, match=r"pairs\[1\] is .*, expected a query, a positive and"):
+        pairs_file([("a", "b"), bad])
