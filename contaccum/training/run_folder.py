@@ -409,6 +409,11 @@ def next_steps(config: TrainConfig, model: Path) -> list[str]:
     model: folder of the trained model.
     """
     lines = []
+    if not config.model.tie_towers:
+        lines.append(
+            "two towers: in sentence-transformers, encode_query gives query vectors, and encode "
+            "gives passage vectors"
+        )
     scores = Path(config.output_dir) / DEV_METRICS_FILE
     if config.data.dev is not None and scores.is_file():
         metrics = read_json(scores)
