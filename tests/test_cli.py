@@ -375,9 +375,7 @@ print("torch" in sys.modules)
 def test_a_query_without_results_is_answered_with_a_sentence(data, capsys):
     """BM25 finds nothing if no passage has a word of the query."""
     assert main(["search", "--model", "bm25", "--data", str(data), "--query", "xylophone"]) == 0
-    out, err = capsys.readouterr()
-    assert out == "no passage was found\n"
-    assert "BM25 found no passage for 1 of 1 queries" in err
+    assert capsys.readouterr().out == "no passage was found\n"
 
 
 def test_prefixes_of_options_are_not_completed(capsys):
