@@ -159,7 +159,7 @@ LANGUAGES = {
     "Khmer": (["ភ្នំពេញជារាជធានី", "ត្រីរស់នៅក្នុងទឹក"], ["រាជធានី", "ត្រី"]),
     "Burmese": (["ရန်ကုန်သည်မြို့ကြီးဖြစ်သည်", "ဆင်ကြီးသည်တောထဲတွင်နေသည်"], ["ရန်ကုန်", "တောထဲ"]),
     "Greek": (["Η ΟΔΟΣ ΤΩΝ ΘΕΩΝ", "η θάλασσα"], ["οδος", "ΘΆΛΑΣΣΑ"]),
-    "German": (["Die Straße ist lang", "Der Fluß ist breit"], ["STRASSE", "fluss"]),
+    "German": (["Eine lange Straße", "Ein breiter Fluß"], ["STRASSE", "fluss"]),
     "Vietnamese": (["Hà Nội là thủ đô", "Phở rất ngon"], ["thủ đô", "phở"]),
 }
 
