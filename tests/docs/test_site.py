@@ -26,8 +26,9 @@ def test_the_command_reference_names_every_verb_and_setting():
         ):
             assert re.search(rf"^\| `--{re.escape(name)}[`,]", train, re.M), name
     about = (
-        "Number of steps between two checkpoints. The last step always writes a checkpoint. 0: "
-        "only at the end."
+        "Number of steps between two checkpoints. Below 1: share of the run's steps. A checkpoint "
+        "is also written 10 minutes after the last one. 0: no checkpoints, except after a signal "
+        "or an error."
     )
     assert f"| `--run.save_steps` | {about} Range: at least 0. | `0.25` |" in train
     assert "One of: cls, mean, last." in train
