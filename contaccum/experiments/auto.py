@@ -71,11 +71,12 @@ from contaccum.training.run_folder import flat
 
 BANK = {"bank.age_decay": "1.0", "bank.row_weight": "current"}
 RECIPES: tuple[dict[str, str], ...] = (
-    {"method": "cont_accum", **BANK},
-    {"method": "cont_cache", "replay.share": "0.5", **BANK},
     {"method": "grad_cache"},
+    {"method": "cont_cache", "replay.share": "0.5", **BANK},
+    {"method": "cont_accum", **BANK},
 )
-"""Methods to try, each with its settings."""
+"""Methods to try, each with its settings. Without time to choose, the first one is used: it is also
+the method of ``train`` and of the config ``finetune``."""
 BATCHES = (16, 64, 256)
 """Global batch sizes to try. The bank size is always 4 times the global batch size."""
 RATES = (1.0, 2.0, 0.5)
@@ -376,7 +377,7 @@ class Auto:
         candidates, budget = self.state.tuning_plan(self._candidates(), self.total)
         self.say(self._tuning_text(candidates, budget))
         tuned = Tuned(
-            Variant("auto", "cont_accum", (), tuple(candidates)), rung_shares(len(candidates), None)
+            Variant("auto", "grad_cache", (), tuple(candidates)), rung_shares(len(candidates), None)
         )
         if len(candidates) > 1:
             tune(
