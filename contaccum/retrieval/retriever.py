@@ -46,8 +46,9 @@ _UNSPACED = (
 the word before them."""
 _WORD = regex.compile(rf"(?P<unspaced>[{_UNSPACED}]+)|[\w--[{_UNSPACED}]]+", regex.V1)
 _ASCII_WORD = re.compile(r"\w+")  # faster, and equal for ASCII texts
-_POINTS = re.compile("[\u0591-\u05c7\u0610-\u061a\u0640\u064b-\u065f\u0670]")
-"""Vowel points of Hebrew and Arabic, and the Arabic tatweel. Most texts omit them."""
+_POINTS = re.compile("[\u0591-\u05c7\u0610-\u061a\u0640\u064b-\u065f\u0670]|(?<=i)\u0307")
+"""Vowel points of Hebrew and Arabic, and the Arabic tatweel: most texts omit them. Also the dot
+above that is left of the Turkish letter İ in small letters: people write İstanbul and istanbul."""
 STOP_WORDS = {
     "a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it",
     "no", "not", "of", "on", "or", "such", "that", "the", "their", "then", "there", "these", "they",

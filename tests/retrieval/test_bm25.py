@@ -200,6 +200,7 @@ def test_one_character_is_a_word_of_a_query():
         ("किताबें पढ़ना", ["किताबें", "पढ़ना"]),
         ("Don't: the C++ x_1", ["don", "t", "c", "x_1"]),
         ("ＡＢＣ１２３", ["abc123"]),
+        ("İstanbul, istanbul", ["istanbul", "istanbul"]),
     ],
 )
 def test_words_of_a_query(text, words):
