@@ -1,7 +1,7 @@
 """Encoding a corpus with contaccum and with SentenceTransformer.encode: time, peak memory, and
 equality of the vectors.
 
-    python benchmarks/encode.py [--model DIR] [--data BEIR_DIR] [--json OUT] [--quick]
+    python benchmarks/encode.py --data BEIR_DIR [--model DIR] [--json OUT] [--quick]
 
 Same folder, texts and length limit, float32, interleaved in one process; both sort by length in
 their own way. sentence-transformers uses batches of --batch_size texts, contaccum its default
@@ -69,7 +69,7 @@ def peak(request: dict) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     add_worker(parser)
-    parser.add_argument("--data", required=True, help="BEIR folder whose corpus is encoded")
+    parser.add_argument("--data", help="BEIR folder whose corpus is encoded; required")
     parser.add_argument(
         "--texts", type=int, help="so many passages, at even distances; all when not given"
     )
@@ -87,6 +87,8 @@ def main() -> None:
     if args.worker:
         peak(json.loads(args.worker))
         return
+    if args.data is None:
+        parser.error("--data is required")
     if args.precision != "fp32":
         parser.error("--precision: this comparison is made in fp32")
     if args.quick:

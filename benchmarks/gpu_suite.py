@@ -21,8 +21,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from invented_set import write_invented_set
-
 ROOT = Path(__file__).resolve().parent.parent
 PART_MINUTES = 9
 LEAST_SECONDS = 5  # a step does not start with less time left
@@ -130,6 +128,9 @@ def study(out: Path, device: str, precision: str, quick: bool) -> Step:
             f"PRECISION={precision}"
         )
         return Step(3, "study", ["bash", "-c", f"{variables} {call}"], most=60 * PART_MINUTES)
+    # not at the top: an interpreter with the standard library alone does not find it
+    from invented_set import write_invented_set
+
     methods, seeds = (
         ("grad_accum,cont_accum", "1")
         if quick

@@ -132,6 +132,7 @@ class RetrievalDataset:
         retrieval_set: RetrievalSet
         if self.kind == "beir":
             retrieval_set = self._judged
+            warn_of_own_ids(self.path, retrieval_set.qrels)
             if not self._judged.rows:
                 raise InputError(
                     f"{self._judged.source}: none of the {len(self._judged.unknown)} judged "
@@ -146,7 +147,6 @@ class RetrievalDataset:
         else:
             with self._errors_by_name():
                 retrieval_set = examples_as_retrieval(self.path, self.policy)
-        warn_of_own_ids(self.path, retrieval_set.qrels)
         return retrieval_set
 
     @cached_property

@@ -35,6 +35,9 @@ class RetrievalSet:
     queries: dict[str, str]  # query id -> text; contains only judged queries
     qrels: Qrels
     corpus_hash: str = ""
+    skips_own_id: bool = True
+    """Whether a search leaves out the passage that has the id of the query, as in BEIR. False for
+    training examples, whose ids are only labels."""
 
     def fingerprint(self) -> str:
         """Return a hash of the queries, the qrels and the passages."""
@@ -242,4 +245,4 @@ def examples_as_retrieval(path: Path, policy: DataPolicy) -> RetrievalSet:
         if passages:
             queries[key] = text
             qrels[key] = dict.fromkeys(passages, 1)
-    return RetrievalSet(examples.passages, queries, qrels, examples.fingerprint)
+    return RetrievalSet(examples.passages, queries, qrels, examples.fingerprint, skips_own_id=False)

@@ -63,9 +63,14 @@ def evaluate(
             with group.main_first():
                 retrieval_set = open_dataset(data, split, policy).retrieval_set
         retriever = Retriever.open(model, retrieval_set.corpus, settings, group)
-        run = retriever.search(retrieval_set.queries, k, ignore_identical_ids=True)
+        own = retrieval_set.skips_own_id
+        run = retriever.search(retrieval_set.queries, k, ignore_identical_ids=own)
         metrics = evaluate_run(
-            retrieval_set.qrels, run, cutoffs=cutoffs, relevance_level=relevance_level
+            retrieval_set.qrels,
+            run,
+            cutoffs=cutoffs,
+            relevance_level=relevance_level,
+            ignore_identical_ids=own,
         )
     elif evaluator == "beir":
         if isinstance(data, RetrievalSet):

@@ -434,7 +434,7 @@ def search(
     if output is not None:
         refuse_unwritable_ids(output, judged.queries, judged.corpus)
     run = Retriever.open(model, judged.corpus, settings, group).search(
-        judged.queries, k, ignore_identical_ids=True
+        judged.queries, k, ignore_identical_ids=judged.skips_own_id
     )
     if output is not None and group.is_main:
         write_run(output, run)

@@ -203,7 +203,8 @@ def test_own_id_is_dropped_before_the_cutoff():
 
 @pytest.mark.filterwarnings("ignore:.*queries have the same id as one of their positives")
 @pytest.mark.parametrize(("given", "score"), [({}, 1.0), ({"query_id": 1}, 0.0)])
-def test_only_an_id_that_the_data_gives_makes_a_passage_the_query_itself(given, score, tmp_path):
+def test_only_in_a_beir_folder_an_id_makes_a_passage_the_query_itself(given, score, tmp_path):
+    """In a file of examples, ids are only labels."""
     records = [
         {**given, "query": "red apple", "pos": ["red apple pie"], "pos_id": [1], "neg": ["red"]},
         {"query": "blue whale", "pos": ["a blue whale"], "pos_id": [3]},
@@ -211,10 +212,10 @@ def test_only_an_id_that_the_data_gives_makes_a_passage_the_query_itself(given, 
     file = tmp_path / "examples.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     convert(file, tmp_path / "folder", "beir", split="test")
-    for data in (file, tmp_path / "folder"):
+    for data, first in ((file, 1.0), (tmp_path / "folder", score)):
         assert [
             values["ndcg@10"] for values in evaluate("bm25", str(data))["per_query"].values()
-        ] == [score, 1.0]
+        ] == [first, 1.0]
 
 
 def tiny_model(folder: Path, data: Path) -> Path:

@@ -252,7 +252,7 @@ def test_settings_are_compared_again_after_waiting_for_another_call(
                 "--data.dev",
                 "null",
                 "--run.eval_steps",
-                0,
+                0.25,
             ],
             "data.dev: not set",
         ),
