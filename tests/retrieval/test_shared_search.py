@@ -1,6 +1,7 @@
 """Several processes that search together give the results of one; gloo on the CPU."""
 
 import json
+import re
 
 import pytest
 from helpers import open_train_set, train_config, write_beir
@@ -120,7 +121,12 @@ def test_the_runs_hold_ties_and_passages_of_every_slice(searches):
 def test_the_main_process_alone_prints_what_one_process_prints(verb, world, searches):
     _, outcomes = searches
     one, several = outcomes[f"{verb} 1"].check(), outcomes[f"{verb} {world}"].check()
-    assert several.out[0].replace(f"{world}.trec", "1.trec") == one.out[0] != ""
+
+    def said(text: str) -> str:
+        # rounding decides the order of passages with the same text
+        return re.sub(r"twin\d+", "twin", text.replace(f"{world}.trec", "1.trec"))
+
+    assert said(several.out[0]) == said(one.out[0]) != ""
     assert not any(several.out[1:])
 
 

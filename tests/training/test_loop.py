@@ -53,7 +53,10 @@ def data(tmp_path):
 def test_a_changed_number_of_steps_ends_the_run_and_its_schedule(total, data, tmp_path):
     """Of 6 planned steps; the number is changed after the first one."""
     config = train_config(data, tmp_path / "run", **{"optim.warmup_steps": 0})
-    train(config, lambda training: training.set_total(total) if training.done == 1 else None)
+    train(
+        config,
+        after_step=lambda training: training.set_total(total) if training.done == 1 else None,
+    )
     rates = [line["learning_rate"] for line in read_log(tmp_path / "run")]
     assert rates == pytest.approx([1e-3, *(1e-3 * (1 - step / total) for step in range(1, total))])
 

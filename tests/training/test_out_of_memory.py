@@ -344,7 +344,7 @@ def test_run_fits_into_a_limited_address_space(data, tmp_path):
     changes = {
         **CHANGES, "data.hard_negatives": 3, "batch.global_batch_size": 64,
         "batch.micro_batch_size": 64, "model.tiny_width": 128, "model.tiny_layers": 2,
-        "model.max_passage_length": 48, "optim.max_steps": 2,
+        "model.max_passage_length": 48, "model.unpad": False, "optim.max_steps": 2,
     }  # fmt: skip
     config = train_config(data, tmp_path / "run", "grad_cache", **changes)
     file = tmp_path / "config.yaml"

@@ -25,7 +25,12 @@ from contaccum.training.run_folder import (
     read_config,
 )
 
-CHANGES = {"optim.max_steps": 4, "run.save_steps": 1, "run.keep_checkpoints": 2}
+CHANGES = {
+    "optim.max_steps": 4,
+    "run.save_steps": 1,
+    "run.eval_steps": 0,
+    "run.keep_checkpoints": 2,
+}
 
 
 @pytest.fixture(scope="module")
