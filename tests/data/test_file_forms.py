@@ -211,7 +211,7 @@ def test_short_passages_are_a_corpus(content, tmp_path):
     assert len(open_dataset(write(tmp_path / "p.tsv", content)).corpus) == content.count("\n")
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf", gzip.compress(b"")])
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf", gzip.compress(b"", mtime=0)])
 @pytest.mark.parametrize("name", ["corpus.jsonl", "queries.jsonl", "qrels/test.tsv"])
 def test_an_empty_file_is_called_empty(content, name, tmp_path, capsys):
     path = write(beir(tmp_path / "d", split="test") / name, content)
