@@ -43,16 +43,12 @@ class Tokens:
         return Tokens(self.input_ids.pin_memory(), self.attention_mask.pin_memory())
 
     @staticmethod
-    def join(parts: "list[Tokens]", pad_id: int, side: str) -> "Tokens":
-        """Concatenate the texts of all ``parts``.
-
-        Pad them on ``side`` (left or right) to the length of the longest text.
-        """
+    def join(parts: "list[Tokens]", pad_id: int) -> "Tokens":
+        """Concatenate the texts of all ``parts``, padded to the length of the longest text."""
         length = max(part.input_ids.shape[1] for part in parts)
 
         def widened(rows: Tensor, value: int) -> Tensor:
-            missing = length - rows.shape[1]
-            return F.pad(rows, (0, missing) if side == "right" else (missing, 0), value=value)
+            return F.pad(rows, (0, length - rows.shape[1]), value=value)
 
         host_masks = [part.host_mask for part in parts if part.host_mask is not None]
         return Tokens(
@@ -64,7 +60,7 @@ class Tokens:
     def select(self, rows: Tensor) -> "Tokens":
         """Return the texts at the positions ``rows``, padded to the longest of these texts."""
         mask = self.attention_mask[rows]
-        used = mask.any(0)  # padding is one block, left or right
+        used = mask.any(0)  # False where all texts have padding
         return Tokens(self.input_ids[rows][:, used], mask[:, used])
 
 

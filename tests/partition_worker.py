@@ -65,8 +65,8 @@ def main(arguments: list[str]) -> None:
 def together(sources: list[Batches], step: int) -> list[MicroBatch]:
     return [
         MicroBatch(
-            Tokens.join([first.queries, second.queries], 0, "right"),
-            Tokens.join([first.passages, second.passages], 0, "right"),
+            Tokens.join([first.queries, second.queries], 0),
+            Tokens.join([first.passages, second.passages], 0),
             first.ids,
             first.query_ids + second.query_ids,
         )

@@ -268,7 +268,11 @@ def test_required_options_are_listed_as_required():
 def test_examples_are_valid_command_lines():
     for name, command in COMMANDS.items():
         if command.example:
-            parse(name, command, command.example.split()[1 + len(name.split()) :])
+            program, *words = command.example.split()
+            assert (program, words[: len(name.split())]) == ("contaccum", name.split())
+            options, prints_config = parse(name, command, words[len(name.split()) :])
+            assert options
+            assert not prints_config
 
 
 def test_overview_lists_each_command_under_a_heading(capsys):

@@ -12,7 +12,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
@@ -22,8 +21,6 @@ from contaccum.data.sampler import MixtureSampler, StepRows, StepSampler
 from contaccum.data.tables import TokenTable
 from contaccum.data.train_set import TrainSet
 from contaccum.errors import InputError
-
-Side = Literal["right", "left"]
 
 
 def partition_by_pairs(pairs: int, size: int, world: int) -> list[np.ndarray]:
@@ -107,8 +104,8 @@ def _padded_ends(query_tokens: np.ndarray, passage_tokens: np.ndarray, limit: in
     return ends
 
 
-def pad(rows: Sequence[np.ndarray], pad_id: int, side: Side = "right") -> Tokens:
-    """Pad n lists of token ids to the length of the longest list.
+def pad(rows: Sequence[np.ndarray], pad_id: int) -> Tokens:
+    """Pad n lists of token ids at their ends to the length of the longest list.
 
     The result has shape (n, length).
     """
@@ -116,9 +113,8 @@ def pad(rows: Sequence[np.ndarray], pad_id: int, side: Side = "right") -> Tokens
     ids = np.full((len(rows), length), pad_id, dtype=np.int64)  # (n, length)
     mask = np.zeros((len(rows), length), dtype=np.int64)  # (n, length)
     for number, row in enumerate(rows):
-        columns = slice(0, len(row)) if side == "right" else slice(length - len(row), length)
-        ids[number, columns] = row
-        mask[number, columns] = 1
+        ids[number, : len(row)] = row
+        mask[number, : len(row)] = 1
     return Tokens(torch.from_numpy(ids), torch.from_numpy(mask))
 
 
@@ -130,7 +126,6 @@ class BatchForm:
     micro_batch_tokens: int | None = None  # maximum of tokens; replaces micro_batch_size
     padded: bool = True  # whether padding counts as tokens
     pad_ids: tuple[int, int] = (0, 0)  # padding token ids of queries and of passages
-    side: Side = "right"  # side of each text on which padding tokens are added
     rank: int = 0  # number of this process
     world: int = 1  # number of processes
 
@@ -293,8 +288,8 @@ class Batches:
             torch.from_numpy(rows.queries[pairs]),  # (W * B_k,)
         )
         return MicroBatch(
-            pad([pair.query for pair in texts], form.pad_ids[0], form.side),
-            pad(passages, form.pad_ids[1], form.side),
+            pad([pair.query for pair in texts], form.pad_ids[0]),
+            pad(passages, form.pad_ids[1]),
             ids,
             # all at once, because one id at a time takes 20 times as long
             list(self._query_ids[rows.queries[local].tolist()]),

@@ -57,7 +57,9 @@ def sample_passages(source: RetrievalSet, most_passages: int, seed: int) -> Retr
     rows = _sampled_rows(source.corpus, source.queries, source.qrels, most_passages, seed)
     # in memory, because datasets would write a selection next to the tables in the cache
     corpus = Dataset(source.corpus.with_format("arrow")[rows])
-    return replace(source, corpus=corpus, corpus_hash=f"{source.corpus_hash} {rows}")
+    # the sample follows from the corpus, the qrels and these two numbers
+    corpus_hash = f"{source.corpus_hash} {most_passages} {seed}"
+    return replace(source, corpus=corpus, corpus_hash=corpus_hash)
 
 
 def hold_out(
@@ -72,7 +74,7 @@ def hold_out(
 
     The dev set has at most ``most_queries`` queries and at most a tenth of all queries. Its
     passages are a sample, as in ``write_dev_set``. The training set has the other queries and all
-    passages. All queries with the same text (ignoring case and spaces) go to the same set. Raises
+    passages. All queries with the same text go to the same set. Raises
     InputError if the dev set would have no query.
 
     hard_negatives: number of hard negatives per query in training. If a query has fewer, its other
@@ -80,10 +82,10 @@ def hold_out(
     """
     examples = source.examples()
     numbers = np.flatnonzero(examples.positives.lengths)
-    by_text: dict[str, list[int]] = defaultdict(list)
+    by_text: dict[int, list[int]] = defaultdict(list)
     texts, ids = (examples.queries[column][:] for column in ("text", "id"))
     for number in numbers.tolist():
-        by_text[" ".join(texts[number].lower().split())].append(number)
+        by_text[int(examples.query_hashes[number])].append(number)
     most = min(most_queries, len(numbers) // SHARE)
     groups = list(by_text.values())
     random.Random(seed).shuffle(groups)

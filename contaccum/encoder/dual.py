@@ -148,10 +148,8 @@ class DualEncoder(nn.Module):
         """Return the float32 embeddings of a micro-batch: queries (B, d), passages (B, 1+H, d)."""
         count = len(batch.queries.input_ids)
         if self.one_pass:
-            tokenizer = self.query_tower.tokenizer
-            texts = Tokens.join(
-                [batch.queries, batch.passages], tokenizer.pad_token_id, tokenizer.padding_side
-            )
+            padding = self.query_tower.tokenizer.pad_token_id
+            texts = Tokens.join([batch.queries, batch.passages], padding)
             vectors = self.embed(self.query_tower, texts)  # (B + B * (1 + H), d)
             queries, passages = vectors[:count], vectors[count:]
         else:

@@ -417,21 +417,16 @@ def check_flash_attention(device: torch.device) -> None:
 
 
 def can_unpad(tower: Tower) -> bool:
-    """Return whether the model type and the tokenizer of a tower allow passes without padding."""
-    right = tower.tokenizer.padding_side == "right"
-    return right and tower.backbone.config.model_type in UNPADDED_FAMILIES
+    """Return whether the model type of a tower allows passes without padding."""
+    return tower.backbone.config.model_type in UNPADDED_FAMILIES
 
 
 def check_unpad(tower: Tower) -> None:
-    """Raise InputError if a tower's model type or tokenizer needs padding in forward passes."""
+    """Raise InputError if a tower's model type needs padding in forward passes."""
     family = tower.backbone.config.model_type
     if family not in UNPADDED_FAMILIES:
         supported = ", ".join(UNPADDED_FAMILIES)
         raise InputError(
             f"model.unpad is true, but the model type is {family}; expected {supported}. Set "
             "model.unpad to false."
-        )
-    if tower.tokenizer.padding_side != "right":
-        raise InputError(
-            "model.unpad is true, but the tokenizer pads on the left. Set model.unpad to false."
         )

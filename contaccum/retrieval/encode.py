@@ -217,14 +217,15 @@ def cached_vectors(
     locks = cache_folder() / "locks"
     with waiting_lock(locks / f"{name}.lock"):
         if not (folder / MANIFEST).is_file():
-            older = sorted(folder.parent.glob("*"), key=lambda each: each.stat().st_mtime)
-            sizes = [sum(file.stat().st_size for file in each.glob("*")) for each in older]
+            # make room: delete the corpora that were not used for the longest time
+            corpora = sorted(folder.parent.glob("*"), key=lambda corpus: corpus.stat().st_mtime)
+            sizes = [sum(file.stat().st_size for file in corpus.glob("*")) for corpus in corpora]
             total = sum(sizes) + size
-            for each, its_size in zip(older, sizes, strict=True):
-                in_use = (locks / f"{each.name}.lock").exists()
+            for corpus, corpus_size in zip(corpora, sizes, strict=True):
+                in_use = (locks / f"{corpus.name}.lock").exists()
                 if total > CACHE_BYTES and not in_use:
-                    remove_folder(each)
-                    total -= its_size
+                    remove_folder(corpus)
+                    total -= corpus_size
             print(
                 f"contaccum: encoding {texts.rows:,} passages; other commands will find the "
                 f"vectors in the cache ({size / 1e6:,.0f} MB, limit {CACHE_BYTES / 1e6:,.0f} MB)",

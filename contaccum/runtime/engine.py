@@ -167,14 +167,8 @@ class Engine(Processes):
             return torch.cat(by_process, dim=1).flatten(0, 1)
 
         return MicroBatch(
-            Tokens.join(
-                [batch.queries for batch in micro_batches], query.pad_token_id, query.padding_side
-            ),
-            Tokens.join(
-                [batch.passages for batch in micro_batches],
-                passage.pad_token_id,
-                passage.padding_side,
-            ),
+            Tokens.join([batch.queries for batch in micro_batches], query.pad_token_id),
+            Tokens.join([batch.passages for batch in micro_batches], passage.pad_token_id),
             RowIds.merge([batch.ids for batch in micro_batches], join_rows),
             [name for batch in micro_batches for name in batch.query_ids],
         )

@@ -155,7 +155,6 @@ def build_batches(
         config.micro_batch_tokens,
         padded=not query.unpad,
         pad_ids=(query.tokenizer.pad_token_id, passage.tokenizer.pad_token_id),
-        side=query.tokenizer.padding_side,
         rank=rank,
         world=world,
     )

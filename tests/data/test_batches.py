@@ -41,14 +41,12 @@ def parts(tmp_path):
     return train_set, sampler, Rows(len(train_set.queries)), Rows(len(train_set.passages))
 
 
-def test_padding_on_both_sides():
+def test_texts_are_padded_at_their_ends():
     rows = [np.array([5, 6, 7], dtype=np.int32), np.array([8], dtype=np.int32)]
-    right, left = pad(rows, 9), pad(rows, 9, "left")
-    assert right.input_ids.tolist() == [[5, 6, 7], [8, 9, 9]]
-    assert right.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert left.input_ids.tolist() == [[5, 6, 7], [9, 9, 8]]
-    assert left.attention_mask.tolist() == [[1, 1, 1], [0, 0, 1]]
-    assert right.input_ids.dtype == right.attention_mask.dtype == torch.int64
+    padded = pad(rows, 9)
+    assert padded.input_ids.tolist() == [[5, 6, 7], [8, 9, 9]]
+    assert padded.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert padded.input_ids.dtype == padded.attention_mask.dtype == torch.int64
 
 
 @pytest.mark.parametrize("tokens", [None, 24])
@@ -129,12 +127,10 @@ def test_processes_divide_each_micro_batch_and_know_all_ids(parts):
 
 def test_queries_and_passages_have_separate_padding_tokens(parts):
     train_set, sampler, *tables = parts
-    (batch,) = Batches(
-        train_set, sampler, *tables, BatchForm(8, pad_ids=(77, 88), side="left")
-    ).step(0)
+    (batch,) = Batches(train_set, sampler, *tables, BatchForm(8, pad_ids=(77, 88))).step(0)
     for tokens, padding in ((batch.queries, 77), (batch.passages, 88)):
         assert set(tokens.input_ids[tokens.attention_mask == 0].tolist()) == {padding}
-        assert tokens.attention_mask[:, -1].all()
+        assert tokens.attention_mask[:, 0].all()
 
 
 def test_prefetch_gives_all_items_in_order():

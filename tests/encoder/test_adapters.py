@@ -111,8 +111,7 @@ def test_grad_cache_gradients_equal_in_batch_with_adapters(tmp_path):
     encoder = adapted(family_folder("qwen3", tmp_path / "base"))
     parts = micro_batches(4, 4)
     queries, passages = (
-        Tokens.join([getattr(part, side) for part in parts], 0, "right")
-        for side in ("queries", "passages")
+        Tokens.join([getattr(part, side) for part in parts], 0) for side in ("queries", "passages")
     )
     ids = RowIds(
         *(

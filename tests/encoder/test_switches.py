@@ -443,13 +443,6 @@ def test_unsupported_gradient_checkpointing_is_refused():
         family_encoder("mpnet").gradient_checkpointing_enable()
 
 
-def test_unpad_refuses_left_padding():
-    encoder = family_encoder("bert")
-    encoder.query_tower.tokenizer.padding_side = "left"
-    with pytest.raises(InputError, match="pads on the left"):
-        encoder.set_attention("auto", unpad=True)
-
-
 def test_token_vectors_narrower_than_the_layers(tmp_path):
     """As in facebook/opt-350m."""
     encoder = family_encoder(

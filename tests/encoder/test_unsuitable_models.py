@@ -167,7 +167,7 @@ def test_training_refuses_a_prefix_that_leaves_no_token(prefix, bert, tmp_path):
     [
         "/cache/hub/models--intfloat--e5-base-v2/snapshots/f52bf8ec8c71",
         "models--intfloat--e5-base-v2/snapshots/main/",
-        "/root/.cache/torch/sentence_transformers/intfloat_e5-base-v2/",
+        "/home/me/.cache/torch/sentence_transformers/intfloat_e5-base-v2/",
         r"C:\\models\\intfloat--e5-base-v2",
         "models/e5-base-v2",
     ],

@@ -95,9 +95,6 @@ def test_padding_stays_if_the_encoder_needs_it():
     encoder = tiny_encoder()
     encoder.passage_tower.backbone.config.model_type = "mpnet"
     assert not automatic.choose_unpad(config, encoder)
-    encoder = tiny_encoder()
-    encoder.query_tower.tokenizer.padding_side = "left"
-    assert not automatic.choose_unpad(config, encoder)
 
 
 @pytest.mark.parametrize(
