@@ -180,7 +180,7 @@ def render_passages(
     pattern = re.compile(choices or r"(?!)", re.IGNORECASE)
     lines = []
     for rank, passage in enumerate(passages, start=1):
-        lines.append(f"{rank:3d}   {passage.score:7.4f}  {passage.id}  {passage.title}")
+        lines.append(f"{rank:3d}   {passage.score:7.4f}  {passage.id}  {passage.title}".rstrip())
         lines.append(f"      {best_part(passage.text, pattern)}")
     lines = ["".join(letter if letter.isprintable() else " " for letter in line) for line in lines]
     if mark:

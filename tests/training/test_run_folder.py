@@ -303,8 +303,9 @@ def test_run_ends_with_one_sentence_when_its_folder_moves(act, scene, tmp_path):
 def test_restart_without_resume_says_first_that_the_folder_holds_a_run(scene, tmp_path):
     """Before anything about the data, which may have moved since."""
     run = interrupted(scene, tmp_path / "run")
+    moved = tmp_path / "moved data"
     with pytest.raises(InputError, match=r"run: contains a run\. Add --resume to continue it"):
-        train(train_config(tmp_path / "moved data", run, **CHANGES))
+        train(train_config(moved, run, **CHANGES, **{"data.dev": str(moved)}))
 
 
 @pytest.mark.parametrize("file", ["queries.jsonl", "qrels/dev.tsv", "corpus.jsonl"])
