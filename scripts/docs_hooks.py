@@ -1,6 +1,7 @@
-"""Hook of mkdocs: a command reference from the option dataclasses."""
+"""Hook of mkdocs: CONTRIBUTING.md as a page, and a command reference from the option dataclasses."""
 
 from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -17,6 +18,9 @@ PAGE = "reference/commands.md"
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, PAGE, content=command_reference()))
+    contributing = Path(__file__).parent.parent / "CONTRIBUTING.md"
+    text = contributing.read_text(encoding="utf-8").replace("](docs/", "](")
+    files.append(File.generated(config, "contributing.md", content=text))
     return files
 
 
