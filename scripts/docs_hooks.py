@@ -1,4 +1,4 @@
-"""Hook of mkdocs: CONTRIBUTING.md as a page, and a command reference from the option dataclasses."""
+"""Hook of mkdocs: CONTRIBUTING.md as a page, and a command reference from the options."""
 
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
