@@ -17,7 +17,7 @@ mkdir "$place/copy"
 uv venv --quiet --python "$python" "$place/venv"
 . "$place/venv/bin/activate"
 # a folder, not a wheel: uv chooses the oldest versions only for the dependencies of what it builds
-uv pip install --quiet --resolution "$resolution" "$place/copy[${EXTRAS:-cpu,tensorboard,study,completion,docs,dev}]" \
+uv pip install --quiet --resolution "$resolution" "$place/copy[${EXTRAS:-cpu,tensorboard,study,docs,dev}]" \
     'pytest>=8.0' 'pytest-xdist>=3.5' 'hypothesis>=6.140'
 uv pip freeze
 cd "$place" # not in the copy: the installed package is imported

@@ -227,14 +227,14 @@ def test_embeddings_of_another_model_or_corpus_are_refused(changes, data, run, t
 def test_warnings_are_one_line_each(data, tmp_path):
     """In a process of its own, as a user sees them."""
     (data / "qrels" / "train.tsv").open("a").write("q39\tp1\t0\n")
-    config = train_config(data, tmp_path / "run", **{"run.eval_steps": 2, "optim.max_steps": 1})
+    config = train_config(data, tmp_path / "run", **{"run.early_stopping": 2, "optim.max_steps": 1})
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     done = subprocess.run(
         [sys.executable, "-m", "contaccum", "train", "--config", str(tmp_path / "config.yaml")],
         capture_output=True, text=True, check=False, env=os.environ,
     )  # fmt: skip
     assert done.returncode == 0
-    assert "contaccum: warning: run.eval_steps has no effect without data.dev\n" in done.stderr
+    assert "contaccum: warning: run.early_stopping has no effect without data.dev\n" in done.stderr
 
 
 def help_of(capsys, *words: str) -> str:
@@ -335,19 +335,6 @@ def options_of_all_commands() -> str:
                     f"{name} {option} {'required' if default is MISSING else json.dumps(default)}\n"
                 )
     return "".join(lines)
-
-
-def test_completion_knows_commands_and_options(capsys):
-    for shell in ("bash", "zsh", "tcsh"):
-        assert main(["--print_completion", shell]) == 0
-        script = capsys.readouterr().out
-        assert all(
-            word in script for word in ("evaluate", "convert", "relevance_level", "bank.size")
-        )
-    assert main(["--print_completion", "nosh"]) == 2
-    assert (
-        "--print_completion is 'nosh', expected one of bash, zsh, tcsh" in capsys.readouterr().err
-    )
 
 
 def test_version(capsys):

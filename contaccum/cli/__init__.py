@@ -15,7 +15,7 @@ from typing import Any
 
 from contaccum import __version__
 from contaccum.cli.commands import COMMANDS
-from contaccum.cli.parser import closest_command, completion, help_of_command, overview, parse
+from contaccum.cli.parser import closest_command, help_of_command, overview, parse
 from contaccum.config import to_yaml
 from contaccum.errors import Failed, InputError, Interrupted, printable, without_logins
 from contaccum.runtime.launch import StopSignals, check_launch, is_main, process_place
@@ -108,8 +108,6 @@ def _dispatch(arguments: list[str]) -> int:
         print(overview(COMMANDS, group))
     elif arguments[:1] == ["--version"]:
         print(f"contaccum {__version__}")
-    elif arguments[:1] == ["--print_completion"]:
-        print(completion(COMMANDS, " ".join(arguments[1:])))
     elif name in ("", "data"):
         raise InputError(
             f"no command was given; {f'contaccum {name}'.strip()} --help lists the commands"

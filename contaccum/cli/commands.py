@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-import warnings
-from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from contaccum.cli.parser import Command
 from contaccum.config import with_changes
-from contaccum.config.commands import unused_in_evaluate, unused_in_mine, unused_with_bm25
 from contaccum.errors import InputError
 from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.launch import is_main, process_place
@@ -28,11 +25,6 @@ if TYPE_CHECKING:
         MineFilesConfig,
         SearchConfig,
     )
-
-
-def _warn(sentences: Iterable[str]) -> None:
-    for sentence in sentences:
-        warnings.warn(sentence, stacklevel=2)
 
 
 def _terminal_width() -> int | None:
@@ -57,8 +49,6 @@ def _train(config: TrainConfig) -> None:
 def _encode(job: options.EncodeConfig, encoder: EncoderConfig, policy: DataPolicy) -> None:
     from contaccum.retrieval.encode import encode
 
-    if job.text and job.format != "parquet":
-        _warn(["--text has no effect without --format parquet"])
     form = asdict(job)
     print(encode(encoder, form.pop("input"), form.pop("output"), policy=policy, **form))
 
@@ -71,33 +61,41 @@ def _search(
     from contaccum.runtime.processes import joined
 
     task.check()
-    _warn(unused_with_bm25(encoder, settings))
-    if task.json and task.query is None:
-        _warn(["--json has no effect without --query"])
     k = (100 if task.output else 10) if task.k is None else task.k
-    how: dict[str, Any] = {
-        "data": task.data,
-        "split": task.split,
-        "k": k,
-        "settings": settings,
-        "policy": policy,
-    }
     with joined(encoder.timeout_minutes) as group:
-        if task.query is not None:
-            passages = look(encoder, query=task.query, group=group, **how)
-            if task.json:
-                return "\n".join(
-                    json.dumps({"rank": rank, **passage._asdict()}, ensure_ascii=False)
-                    for rank, passage in enumerate(passages, start=1)
-                )
-            if not passages:
-                return "no passage was found"
-            if is_main():
-                # printed here, because the caller escapes the codes that mark words
-                print(render_passages(passages, set(words_of(task.query)), sys.stdout.isatty()))
-            return None
-        search(encoder, output=task.output, group=group, **how)
-    return task.output
+        if task.query is None:
+            search(
+                encoder,
+                task.data,
+                split=task.split,
+                k=k,
+                output=task.output,
+                settings=settings,
+                policy=policy,
+                group=group,
+            )
+            return task.output
+        passages = look(
+            encoder,
+            task.data,
+            task.query,
+            split=task.split,
+            k=k,
+            settings=settings,
+            policy=policy,
+            group=group,
+        )
+    if task.json:
+        return "\n".join(
+            json.dumps({"rank": rank, **passage._asdict()}, ensure_ascii=False)
+            for rank, passage in enumerate(passages, start=1)
+        )
+    if not passages:
+        return "no passage was found"
+    if is_main():
+        # printed here, because the caller escapes the codes that mark words
+        print(render_passages(passages, set(words_of(task.query)), sys.stdout.isatty()))
+    return None
 
 
 def _evaluate(
@@ -105,53 +103,75 @@ def _evaluate(
 ) -> str:
     from contaccum.evaluation.answers import evaluate_questions
     from contaccum.evaluation.benchmark import benchmark_sets, evaluate_benchmark
-    from contaccum.evaluation.evaluate import evaluate, evaluate_run_file
-    from contaccum.evaluation.metrics import render_benchmark, render_metrics, save_metrics
-    from contaccum.evaluation.significance import compare, render_comparison
+    from contaccum.evaluation.evaluate import evaluate
+    from contaccum.evaluation.metrics import render_benchmark, render_metrics
     from contaccum.runtime.processes import joined
 
     task.check()
-    _warn(unused_in_evaluate(task, encoder, settings, policy))
     if task.run is not None:
-        run, qrels = task.run, str(task.qrels)
-        output = task.output if is_main() else None
-        if task.against is None:
-            return render_metrics(
-                evaluate_run_file(run, qrels, output, task.relevance_level, policy), task.metric
+        return _evaluate_run_file(task, policy)
+    with joined(encoder.timeout_minutes) as group:
+        if task.questions is not None:
+            accuracy = evaluate_questions(
+                encoder,
+                task.questions,
+                str(task.passages),
+                k=task.k,
+                match=task.match,
+                settings=settings,
+                policy=policy,
+                output=task.output,
+                group=group,
             )
-        refuse_input_as_output(output, run, qrels, task.against)
-        metrics = evaluate_run_file(run, qrels, None, task.relevance_level, policy)
+            return render_metrics(accuracy)
+        data = str(task.data)
+        sets = benchmark_sets(data, task.split)
+        if len(sets) > 1:
+            results = evaluate_benchmark(
+                encoder,
+                data,
+                task.split,
+                k=task.k,
+                relevance_level=task.relevance_level,
+                settings=settings,
+                policy=policy,
+                output=task.output,
+                group=group,
+                evaluator=task.evaluator,
+            )
+            return render_benchmark(results)
+        metrics = evaluate(
+            encoder,
+            sets[0].data if sets else data,  # "scifact," names one data set
+            task.split,
+            k=task.k,
+            relevance_level=task.relevance_level,
+            settings=settings,
+            policy=policy,
+            output=task.output,
+            group=group,
+            evaluator=task.evaluator,
+        )
+        return render_metrics(metrics, task.metric)
+
+
+def _evaluate_run_file(task: options.EvaluateConfig, policy: DataPolicy) -> str:
+    from contaccum.evaluation.evaluate import evaluate_run_file
+    from contaccum.evaluation.metrics import render_metrics, save_metrics
+    from contaccum.evaluation.significance import compare, render_comparison
+
+    run, qrels = str(task.run), str(task.qrels)
+    output = task.output if is_main() else None
+    refuse_input_as_output(output, run, qrels, task.against)
+    metrics = evaluate_run_file(run, qrels, None, task.relevance_level, policy)
+    lines = [render_metrics(metrics, task.metric)]
+    if task.against is not None:
         other = evaluate_run_file(task.against, qrels, None, task.relevance_level, policy)
         tested = compare({0: metrics["per_query"]}, {0: other["per_query"]}, task.metric)
-        # only after the second run was found to be valid
-        save_metrics(metrics, output, {"run": run, "data": qrels})
-        compared = render_comparison(tested, task.metric, task.against)
-        return f"{render_metrics(metrics, task.metric)}\n{compared}"
-
-    with joined(encoder.timeout_minutes) as group:
-        how: dict[str, Any] = {
-            "k": task.k,
-            "settings": settings,
-            "policy": policy,
-            "output": task.output,
-            "group": group,
-        }
-        if task.questions is not None:
-            passages = str(task.passages)
-            return render_metrics(
-                evaluate_questions(encoder, task.questions, passages, match=task.match, **how)
-            )
-        how |= {
-            "split": task.split,
-            "relevance_level": task.relevance_level,
-            "evaluator": task.evaluator,
-        }
-        sets = benchmark_sets(str(task.data), task.split)
-        if len(sets) > 1:
-            return render_benchmark(evaluate_benchmark(encoder, str(task.data), **how))
-        # "scifact," names one data set
-        data = sets[0].data if sets else str(task.data)
-        return render_metrics(evaluate(encoder, data, **how), task.metric)
+        lines.append(render_comparison(tested, task.metric, task.against))
+    # only after the second run was found to be valid
+    save_metrics(metrics, output, {"run": run, "data": qrels})
+    return "\n".join(lines)
 
 
 def _mine(
@@ -164,7 +184,6 @@ def _mine(
     from contaccum.retrieval.mine import mine, render_mined
     from contaccum.runtime.processes import joined
 
-    _warn(unused_in_mine(mining, encoder, settings))
     with joined(encoder.timeout_minutes) as group:
         report = mine(
             encoder, **asdict(job), mining=mining, settings=settings, policy=policy, group=group

@@ -14,9 +14,8 @@ from typing import Any, NoReturn, get_origin
 from msgspec.inspect import UnionType, type_info
 
 from contaccum.config.declare import default_of
-from contaccum.config.load import choices, load, range_of, settings_of
-from contaccum.config.spellings import hint
-from contaccum.errors import InputError, install_command
+from contaccum.config.load import choices, hint, load, range_of, settings_of
+from contaccum.errors import InputError
 
 TAGLINE = (
     "Fine-tune embedding models for search with large batches while holding only a few pairs in "
@@ -283,36 +282,8 @@ def overview(commands: Mapping[str, Command], group: str = "") -> str:
         ]
     lines += ["", f"`{prog} COMMAND --help` shows the options of a command."]
     if not group:
-        lines += [
-            "`contaccum --version` shows the version, `contaccum --print_completion bash` (or zsh, "
-            "tcsh) a script for",
-            "the completion of commands and options in a shell; it needs the extra `completion`.",
-        ]
+        lines.append("`contaccum --version` shows the version.")
     return "\n".join(lines)
-
-
-def completion(commands: Mapping[str, Command], shell: str) -> str:
-    """Return a script for the completion of commands and options in a shell: bash, zsh or tcsh."""
-    try:
-        import shtab
-    except ImportError:
-        raise InputError(
-            f"--print_completion needs the package shtab. Run: {install_command('completion')}"
-        ) from None
-    if shell not in shtab.SUPPORTED_SHELLS:
-        raise InputError(
-            f"--print_completion is {shell!r}, expected one of {', '.join(shtab.SUPPORTED_SHELLS)}"
-        )
-    parser = Parser(prog="contaccum")
-    groups = {"": parser.add_subparsers()}
-    for name, command in commands.items():
-        group, _, last = name.rpartition(" ")
-        if group not in groups:
-            groups[group] = groups[""].add_parser(group, help="data sets").add_subparsers()
-        groups[group].add_parser(
-            last, help=command.summary, parents=[command_parser(name, command)], add_help=False
-        )
-    return shtab.complete(parser, shell)
 
 
 def closest_command(commands: Mapping[str, Command], name: str) -> str:

@@ -148,14 +148,6 @@ class TrainConfig:
             return self.bank_push(world)
         return min(self.batch.global_batch_size, max(1, self.micro_batch_tokens // longest) * world)
 
-    def learning_rate(self) -> float:
-        """Return the peak learning rate, after scaling it to the global batch size."""
-        ratio = self.batch.global_batch_size / self.optim.reference_batch_size
-        return (
-            self.optim.learning_rate
-            * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.optim.lr_scaling]
-        )
-
     def conflicts(self, world: int) -> Iterator[str]:
         """Yield a sentence for each combination of settings that ``world`` processes cannot use."""
         if not self.output_dir:
@@ -174,20 +166,16 @@ class TrainConfig:
 
     def unused(self) -> Iterator[str]:
         """Yield a sentence for each setting that was changed but has no effect."""
-        if self.allow_changes and not self.resume:
-            yield "allow_changes has no effect without resume"
-        groups = (
+        for group in (
             self.model,
             self.lora,
             self.data,
             self.batch,
             self.bank,
             self.replay,
-            self.loss,
             self.optim,
             self.run,
-        )
-        for group in groups:
+        ):
             yield from group.unused(self)
 
 

@@ -1,10 +1,9 @@
 """Options of the commands for search, evaluation, mining, models and data."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from contaccum.config.declare import NonNegativeInt, PositiveInt, Share, default_of, setting
+from contaccum.config.declare import NonNegativeInt, PositiveInt, Share, setting
 from contaccum.config.encoder import EncoderConfig
 from contaccum.config.groups import DataPolicy
 from contaccum.config.load import check_values
@@ -307,58 +306,3 @@ class DemoConfig:
 
     folder: str = setting(positional=True)
     """Folder to write. It must not exist."""
-
-
-def changed(options: Any) -> Iterator[str]:
-    """Yield the option of each field whose value is not its default."""
-    for declared in fields(options):
-        if getattr(options, declared.name) != default_of(declared):
-            yield f"--{declared.name}"
-
-
-def unused_with_bm25(encoder: EncoderConfig, settings: SearchConfig) -> Iterator[str]:
-    """Yield a sentence for each option without effect: BM25 has no encoder and no index."""
-    if encoder.model == "bm25":
-        for option in [*changed(encoder), *changed(settings)]:
-            if option not in ("--model", "--timeout_minutes"):
-                yield f"{option} has no effect with --model bm25"
-
-
-def unused_in_evaluate(
-    task: EvaluateConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy
-) -> Iterator[str]:
-    """Yield a sentence for each option that has no effect on this call of ``evaluate``."""
-    if task.run is not None:
-        of_retriever = [*changed(encoder), *changed(settings)]
-        of_task = {"--split", "--evaluator", "--k"} & set(changed(task))
-        of_policy = {"--repair"} & set(changed(policy))
-        for option in [*of_retriever, *sorted(of_task | of_policy)]:
-            if option != "--timeout_minutes":
-                yield f"{option} has no effect with --run"
-    else:
-        yield from unused_with_bm25(encoder, settings)
-    if task.questions is not None:
-        ranking = {"--split", "--relevance_level", "--evaluator", "--metric"}
-        of_task = ranking & set(changed(task))
-        for option in sorted(of_task | ({"--strict"} & set(changed(policy)))):
-            yield f"{option} has no effect with --questions"
-    else:
-        for option in sorted({"--match", "--processes"} & set(changed(task))):
-            yield f"{option} has no effect without --questions"
-
-
-def unused_in_mine(
-    mining: MineConfig, encoder: EncoderConfig, settings: SearchConfig
-) -> Iterator[str]:
-    """Yield a sentence for each option that has no effect on this call of ``mine``."""
-    used_anyway = ["--seed"]  # it also seeds the random sample of negatives
-    if mining.cross_encoder is not None:
-        used_anyway += ["--device", "--trust_remote_code"]
-    for sentence in unused_with_bm25(encoder, settings):
-        if sentence.split()[0] not in used_anyway:
-            yield sentence
-    if (
-        mining.cross_encoder is None
-        and mining.cross_encoder_batch_size != MineConfig.cross_encoder_batch_size
-    ):
-        yield "--cross_encoder_batch_size has no effect without --cross_encoder"

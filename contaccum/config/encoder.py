@@ -138,11 +138,6 @@ class ModelConfig(EncodingConfig):
                 f"model.passage_name is {self.passage_name!r}, but model.tie_towers is true; leave "
                 "out one of the two settings"
             )
-        if self.attention == "flash_attention_2" and config.run.precision == "fp32":
-            yield (
-                "model.attention is flash_attention_2, but run.precision is fp32; set "
-                "run.precision to bf16 or fp16"
-            )
         if self.unpad is True and config.run.compile != "off":
             yield (
                 f"run.compile is {config.run.compile}, but model.unpad is true, so batches vary in "
@@ -161,12 +156,6 @@ class ModelConfig(EncodingConfig):
             )
 
     def unused(self, config: "TrainConfig") -> Iterator[str]:
-        if self.name == "tiny" and self.passage_name is not None:
-            yield "model.passage_name has no effect with model.name tiny"
-        if self.name != "tiny":
-            for name in ("tiny_layers", "tiny_width", "tiny_vocabulary"):
-                if getattr(self, name) != getattr(ModelConfig, name):
-                    yield f"model.{name} has no effect without model.name tiny"
         if self.unpad is True and self.attention in ("eager", "sdpa"):
             yield "model.attention has no effect with model.unpad"
 

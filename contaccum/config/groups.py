@@ -3,9 +3,8 @@
 Each group checks its own rules.
 """
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
@@ -137,14 +136,8 @@ class DataConfig(DataPolicy):
             )
 
     def unused(self, config: "TrainConfig") -> Iterator[str]:
-        if self.dev is None and self.dev_passages != DataConfig.dev_passages:
-            yield "data.dev_passages has no effect without data.dev"
         if self.mixture and self.split != DataConfig.split:
             yield "data.split has no effect with data.mixture"
-        if not self.mixture and self.mixture_batches != DataConfig.mixture_batches:
-            yield "data.mixture_batches has no effect without data.mixture"
-        if self.hard_negatives == 0 and self.fill_negatives != DataConfig.fill_negatives:
-            yield "data.fill_negatives has no effect with data.hard_negatives 0"
 
 
 @dataclass
@@ -227,13 +220,8 @@ class BankConfig:
             )
 
     def unused(self, config: "TrainConfig") -> Iterator[str]:
-        if config.bank_size() == 0:  # comparisons also run methods without a bank
-            return
-        if not self.hard_negatives and config.data.hard_negatives == 0:
-            yield "bank.hard_negatives has no effect with data.hard_negatives 0"
-        if not self.keep and self.age_decay:
-            yield "bank.age_decay has no effect with bank.keep false"
-        if not self.keep and config.spec.pushes_whole_step:
+        # comparisons also run methods without a bank
+        if config.bank_size() and not self.keep and config.spec.pushes_whole_step:
             yield (
                 "With bank.keep=false, the bank is emptied before its rows are used, so the bank "
                 "has no effect."
@@ -253,14 +241,6 @@ class ReplayConfig:
     def unused(self, config: "TrainConfig") -> Iterator[str]:
         if self.share < 1 and not config.spec.two_pass:
             yield f"replay.share has no effect with method {config.method}"
-        of_cont_cache = replace(config.bank, size=None) != BankConfig()
-        if config.method == "grad_cache" and self.share < 1 and of_cont_cache:
-            # a ready-made config of cont_cache with another method:
-            # --config presets/replay --method grad_cache
-            yield (
-                f"replay.share is {self.share}, so the second pass of grad_cache encodes only a "
-                "sample of the texts. For GradCache without sampling, set replay.share to 1."
-            )
 
 
 @dataclass
@@ -285,11 +265,11 @@ class LossConfig:
     margin_strategy: Literal["absolute", "relative"] = "absolute"
     """Meaning of `guide_margin` and `false_negative_margin`: a difference of scores (absolute), or
     a share of the positive's score (relative, from 0 to 1)."""
-    matryoshka_dims: list[int] = setting(factory=list)
+    matryoshka_dims: list[PositiveInt] = setting(factory=list)
     """Widths to which vectors may be truncated after training, such as [256, 128, 64]. The loss at
     each width is added to the loss of the full vectors. With cosine, truncated vectors are scaled
     to length 1 again. Each width has its own bank."""
-    matryoshka_weights: list[float] = setting(factory=list)
+    matryoshka_weights: list[PositiveFloat] = setting(factory=list)
     """Weight of the loss at each width of `matryoshka_dims`. The loss of the full vectors has
     weight 1. Default: 1 for each width."""
     distillation: Literal["none", "kl", "margin"] = "none"
@@ -308,27 +288,12 @@ class LossConfig:
         return self.guide_margin if self.guide is not None else self.false_negative_margin
 
     def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
-        widths, weights = self.matryoshka_dims, self.matryoshka_weights
-        if any(width < 1 for width in widths) or len(set(widths)) < len(widths):
+        dims, weights = len(self.matryoshka_dims), len(self.matryoshka_weights)
+        if weights and weights != dims:
             yield (
-                f"loss.matryoshka_dims is {widths}, expected integers of at least 1, each only once"
+                f"loss.matryoshka_weights has {weights} numbers, expected {dims}: one per width in "
+                "matryoshka_dims"
             )
-        if weights and len(weights) != len(widths):
-            yield (
-                f"loss.matryoshka_weights has {len(weights)} numbers, expected {len(widths)}: one "
-                "per width in matryoshka_dims"
-            )
-        if not all(0 < weight < math.inf for weight in weights):
-            yield f"loss.matryoshka_weights is {weights}, expected finite numbers above 0"
-        if self.guide == "tiny":
-            yield (
-                "loss.guide is 'tiny', which has random weights and cannot detect false negatives; "
-                "give a trained encoder"
-            )
-        if self.guide == "bm25":
-            yield "loss.guide is 'bm25', which computes no vectors; give an encoder"
-        if self.guide == "":
-            yield "loss.guide is '', expected a folder or a name on the Hub"
         if self.guide is not None and self.false_negative_margin is not None:
             yield (
                 "loss.guide and loss.false_negative_margin are both set; set only one (a guide's "
@@ -347,16 +312,6 @@ class LossConfig:
                 "negatives"
             )
 
-    def unused(self, config: "TrainConfig") -> Iterator[str]:
-        if self.guide is None and self.guide_margin:
-            yield "loss.guide_margin has no effect without loss.guide"
-        if self.margin is None and self.margin_strategy == "relative":
-            yield "loss.margin_strategy has no effect with loss.false_negative_margin null"
-        if self.distillation == "none" and self.distillation_weight != 1:
-            yield "loss.distillation_weight has no effect with loss.distillation none"
-        if self.distillation == "none" and self.teacher_temperature != 1:
-            yield "loss.teacher_temperature has no effect with loss.distillation none"
-
 
 @dataclass
 class OptimConfig:
@@ -367,12 +322,6 @@ class OptimConfig:
     It needs the extra `bitsandbytes`."""
     learning_rate: NonNegativeFloat = 5e-5
     """Maximum learning rate, reached at the end of the warm-up."""
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How the learning rate grows with the ratio `batch.global_batch_size` /
-    `optim.reference_batch_size`: not at all (none), in proportion (linear), or with the square root
-    (sqrt)."""
-    reference_batch_size: PositiveInt = 128
-    """Global batch size, in pairs, for which `learning_rate` was chosen."""
     epochs: PositiveFloat = 1.0
     """Number of passes over the training queries. If `max_steps` is given, this setting is
     ignored."""
@@ -403,10 +352,5 @@ class OptimConfig:
             yield "optim.warmup_steps and optim.warmup_ratio are both given; use only one of them"
 
     def unused(self, config: "TrainConfig") -> Iterator[str]:
-        if (
-            self.lr_scaling == "none"
-            and self.reference_batch_size != OptimConfig.reference_batch_size
-        ):
-            yield "optim.reference_batch_size has no effect with optim.lr_scaling none"
         if self.max_steps is not None and self.epochs != OptimConfig.epochs:
             yield "optim.epochs has no effect with optim.max_steps"

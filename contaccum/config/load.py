@@ -19,7 +19,6 @@ import msgspec
 import yaml
 from msgspec import inspect
 
-from contaccum.config.spellings import hint
 from contaccum.errors import InputError
 
 Options = TypeVar("Options")
@@ -67,8 +66,8 @@ def load(
     given: dict[str, Given] = {}
     for source in sources:
         # A share below 1 makes grad_cache another method, so the share of a config is not carried
-        # over to a method that a later config or option chooses.
-        method, before = source.get("method"), given.get("method")
+        # over to a method that a later config or option (--method, --methods) chooses.
+        method, before = source.get("methods", source.get("method")), given.get("method")
         share = given.get("replay.share")
         if method and before and method.value != before.value and share and share.value != 1:
             del given["replay.share"]
@@ -195,6 +194,19 @@ def refuse_unknown(given: Mapping[str, Given], known: Collection[str]) -> None:
             raise InputError(f"{where}: no such setting{hint(name, known)}")
 
 
+def hint(name: str, known: Collection[str], prefix: str = "") -> str:
+    """Return the end of an error message about an unknown setting: the closest name, or nothing.
+
+    known: names of the settings that exist. prefix: text before each setting, such as ``--``.
+    """
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    if not near:  # without its group, or in another group
+        last_names = {each.rpartition(".")[2] for each in known}
+        like = difflib.get_close_matches(name.rpartition(".")[2], last_names, n=2, cutoff=0.65)
+        near = sorted(each for each in known if each.rpartition(".")[2] in like)
+    return f"; did you mean {' or '.join(prefix + each for each in near)}?" if near else ""
+
+
 # Values
 
 
@@ -280,12 +292,10 @@ def described(kind: Any) -> str:
                 )
             elif isinstance(item, inspect.StrType):
                 words.append("a list of texts")
+            elif isinstance(item, inspect.FloatType):
+                words.append("a list of numbers above 0")
             else:
-                words.append(
-                    "a list of numbers"
-                    if isinstance(item, inspect.FloatType)
-                    else "a list of whole numbers"
-                )
+                words.append("a list of whole numbers above 0")
         elif isinstance(each, inspect.NoneType):
             words.append("null")
     return ", or ".join(words)

@@ -82,12 +82,6 @@ class RunConfig(ProcessConfig):
                 f"run.metric is {self.metric!r}, expected MEASURE@K, such as ndcg@10 (MEASURE: "
                 f"{', '.join(METRIC_MEASURES)}; K: {', '.join(map(str, METRIC_CUTS))})"
             )
-        for name, steps in (("eval_steps", self.eval_steps), ("save_steps", self.save_steps)):
-            if steps > 1 and steps != int(steps):
-                yield (
-                    f"run.{name} is {steps}, expected a whole number of steps, or a share of the "
-                    "run below 1"
-                )
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
         if self.sharding == "none" and self.cpu_offload:
@@ -112,9 +106,5 @@ class RunConfig(ProcessConfig):
                 yield f"model.quantize is 8bit, {needs} none or 4bit; change one of them"
 
     def unused(self, config: "TrainConfig") -> Iterator[str]:
-        if config.data.dev is None and self.eval_steps != RunConfig.eval_steps:
-            yield "run.eval_steps has no effect without data.dev"
         if config.data.dev is None and self.early_stopping:
             yield "run.early_stopping has no effect without data.dev"
-        if config.data.dev is None and self.metric != RunConfig.metric:
-            yield "run.metric has no effect without data.dev"

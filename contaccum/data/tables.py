@@ -22,7 +22,7 @@ from tqdm import tqdm
 from contaccum.errors import InputError
 from contaccum.formats.records import READER_VERSION
 from contaccum.runtime.cache import cached_folder
-from contaccum.runtime.checks import require_fast, require_known_ids, require_utf8
+from contaccum.runtime.checks import require_known_ids, require_utf8
 from contaccum.runtime.files import read_json, remove_folder, write_json
 
 if TYPE_CHECKING:
@@ -300,9 +300,8 @@ def build_token_table(
     A text is ``prefix``, then the columns joined by a space and stripped, as in
     ``Passage.content``. A text with more than ``max_length`` tokens, including special tokens, is
     truncated. fingerprint: hash of ``texts``. vocabulary: number of word embeddings. Raises
-    InputError for a slow tokenizer and for a token id without a word embedding.
+    InputError for a token id without a word embedding.
     """
-    require_fast(tokenizer)
     require_utf8(prefix, f"prefix {prefix!a}")
 
     def build(folder: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from contaccum.batch import Tokens, token_batches
 from contaccum.encoder.folders import ModelFile, TowerFiles
 from contaccum.errors import InputError
-from contaccum.runtime.checks import require_fast, require_known_ids
+from contaccum.runtime.checks import require_known_ids
 from contaccum.runtime.hub import optional_json
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -61,7 +61,11 @@ def load_tokenizer(files: TowerFiles, trust_remote_code: bool) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(
         name, subfolder=subfolder, trust_remote_code=trust_remote_code
     )
-    require_fast(tokenizer)
+    if not tokenizer.is_fast:
+        raise InputError(
+            f"{tokenizer.name_or_path!r} has no fast tokenizer; contaccum needs one "
+            "(tokenizer.json)"
+        )
     for key in ("is_local", "local_files_only"):  # options of this call, not to be saved
         tokenizer.init_kwargs.pop(key, None)
     if config is not None and config.get("add_eos_token"):

@@ -54,15 +54,6 @@ def require_queries(queries: Mapping[str, str]) -> None:
         require_utf8(text, f"query {query_id!a}")
 
 
-def require_fast(tokenizer: Any) -> None:
-    """Raise InputError unless ``tokenizer`` is fast (it uses the library ``tokenizers``)."""
-    if not tokenizer.is_fast:
-        raise InputError(
-            f"{tokenizer.name_or_path!r} has no fast tokenizer; contaccum needs one "
-            "(tokenizer.json)"
-        )
-
-
 def require_known_ids(largest: int, vocabulary: int | None, tokenizer: Any) -> None:
     """Raise InputError if ``largest``, the largest token id in some texts, has no word embedding.
 

@@ -436,7 +436,7 @@ class Training:
         # update
         warmup = parts.warmup_steps(config.optim, self.total)
         factor = parts.learning_rate_factor(self.done, self.total, warmup, config.optim.schedule)
-        rate = config.learning_rate() * factor
+        rate = config.optim.learning_rate * factor
         parts.set_learning_rate(engine.optimizer, rate)
         engine.update()
         # a loss scale below 1 cannot cause an overflow, and the scaler would halve it forever

@@ -207,7 +207,7 @@ def parsed(command: Command) -> str | None:
     command."""
     arguments = command.arguments
     name = " ".join(arguments[: 2 if arguments[0] == "data" else 1])
-    if name.startswith("-"):  # --help, --version, --print_completion
+    if name.startswith("-"):  # --help, --version
         return None
     if name not in CLI:
         return f"no such command: {name}"

@@ -8,7 +8,6 @@ from documented import ROOT
 
 from contaccum.cli.commands import COMMANDS
 from contaccum.config import METHOD_SPECS, TrainConfig
-from contaccum.config.spellings import hint
 
 PAGE = (ROOT / "docs" / "how-to" / "other-libraries.md").read_text()
 LIBRARIES = ("sentence-transformers", "Tevatron", "FlagEmbedding", "DPR")
@@ -51,13 +50,3 @@ def test_every_setting_of_a_table_exists(library):
     # negative control
     misspelt = PAGE.replace("`batch.global_batch_size`", "`batch.globl_size`")
     assert wrong_names(misspelt, library) != []
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_tables_agree_with_the_hints_of_the_command_line(library):
-    """Except for the batch size: the hint is for a plain loss, the pages cache gradients."""
-    known = SETTINGS | {"method"}
-    for theirs, ours in options(PAGE, library):
-        advised = re.match(r"; use ([\w.]+)", hint(theirs[0], known) if theirs else "")
-        if advised and theirs[0] != "per_device_train_batch_size":
-            assert advised[1] in " ".join(ours), theirs[0]
