@@ -157,6 +157,11 @@ class MicroBatch:
     ids: RowIds  # (W * B, ...)
     query_ids: list[str]
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, including padding."""
+        return self.queries.count(padded=True) + self.passages.count(padded=True)
+
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy whose texts are on ``device``.
 

@@ -6,6 +6,7 @@ Texts that share words have a high inner product.
 import hashlib
 import re
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
 
@@ -36,13 +37,20 @@ class WordEncoder:
     def in_lockstep(self, kind: str) -> nullcontext:
         return nullcontext()
 
-    def encode_queries(self, texts: list[str], batch_tokens: int | None = None) -> np.ndarray:
+    def encode_queries(
+        self,
+        texts: list[str],
+        batch_tokens: int | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> np.ndarray:
         self.seen += len(texts)
         time.sleep(self.pause)
         vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
         for row, text in enumerate(texts):
             for word in re.findall(r"\w+", text.lower()):
                 vectors[row] += _vector(word, self.dim)
+        if progress is not None:
+            progress(len(texts))
         return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
 
     encode_passages = encode_queries

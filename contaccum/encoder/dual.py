@@ -8,7 +8,7 @@ of both towers.
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import zip_longest
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from contaccum.batch import ONE_TOKEN, MicroBatch, Tokens
 from contaccum.encoder.adapters import Adapters
@@ -176,15 +175,19 @@ class DualEncoder(nn.Module):
             self.train(training)
 
     def encode_queries(
-        self, texts: list[str], batch_tokens: int | None = None, progress: bool = False
+        self,
+        texts: list[str],
+        batch_tokens: int | None = None,
+        progress: Callable[[int], object] | None = None,
     ) -> np.ndarray:
         """Return the float32 embeddings of n queries, with shape (n, d).
 
         The query prefix is added to each text first.
 
         batch_tokens: maximum number of tokens in one forward pass, including padding. Default:
-        16384, but on a CPU at most 1024 per thread. progress: whether to show a progress bar.
-        Raises InputError for invalid UTF-8, or if ``texts`` is one string.
+        16384, but on a CPU at most 1024 per thread. progress: called after each forward pass with
+        the number of its texts, such as ``tqdm(total=len(texts)).update``. Raises InputError for
+        invalid UTF-8, or if ``texts`` is one string.
         """
         settings = self.settings
         texts = require_texts(texts, "query", settings.query_prefix)
@@ -193,7 +196,10 @@ class DualEncoder(nn.Module):
         )
 
     def encode_passages(
-        self, texts: list[str], batch_tokens: int | None = None, progress: bool = False
+        self,
+        texts: list[str],
+        batch_tokens: int | None = None,
+        progress: Callable[[int], object] | None = None,
     ) -> np.ndarray:
         """Return the float32 embeddings of n passages with the passage prefix, (n, d).
 
@@ -228,7 +234,7 @@ class DualEncoder(nn.Module):
         texts: list[str],
         max_length: int,
         batch_tokens: int | None,
-        progress: bool,
+        progress: Callable[[int], object] | None,
     ) -> np.ndarray:
         """Return the float32 embeddings of texts that already have their prefix, (n, d)."""
         budget = default_batch_tokens(self.device) if batch_tokens is None else batch_tokens
@@ -242,9 +248,6 @@ class DualEncoder(nn.Module):
             stack.enter_context(self.without_dropout())
             if len(texts) >= PACK_FROM and self.group is None:
                 stack.enter_context(packed_linears(tower.backbone))
-            bar = stack.enter_context(
-                tqdm(total=len(texts), unit="text", disable=None if progress else True)
-            )
             tokens_of = tokenized(tower.tokenizer, texts, max_length, budget, tower.vocabulary)
             batches = stack.enter_context(closing(prefetch(tokens_of, depth=16)))
             cuda = self.device.type == "cuda"
@@ -259,7 +262,8 @@ class DualEncoder(nn.Module):
                     len(previous) > 1
                 ):  # copy the vectors of a batch to the CPU while the GPU computes the next batch
                     _store(vectors, *previous.pop(0))
-                bar.update(len(indices))
+                if progress is not None:
+                    progress(len(indices))
             for batch in previous:
                 _store(vectors, *batch)
         return vectors

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from datasets import Dataset
-from tqdm.auto import tqdm
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
@@ -46,6 +45,7 @@ from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.files import cache_folder, remove_folder, sweep
 from contaccum.runtime.locks import folder_lock, waiting_lock
 from contaccum.runtime.processes import ALONE, Processes, joined
+from contaccum.runtime.progress import Progress
 from contaccum.runtime.units import duration, gigabytes
 
 if TYPE_CHECKING:
@@ -91,6 +91,10 @@ class Texts:
         texts = list(queries.values())
         return cls("query", len(ids), lambda start, stop: (ids[start:stop], texts[start:stop]))
 
+    @property
+    def unit(self) -> str:
+        return "queries" if self.kind == "query" else "passages"
+
     def encode_method(self, encoder: "DualEncoder") -> Callable[..., np.ndarray]:
         """Return the method of ``encoder`` that encodes texts of this kind."""
         return encoder.encode_queries if self.kind == "query" else encoder.encode_passages
@@ -114,13 +118,13 @@ def encode_shard(
     start: int,
     stop: int,
     batch_tokens: int | None,
-    bar: tqdm,
+    progress: Progress,
     keep_texts: bool = False,
 ) -> Shard:
     """Encode the rows ``start`` to ``stop`` - 1. Return a shard with their ids and float32 vectors.
 
-    bar: progress bar that counts the texts. keep_texts: also put the texts into the shard. Raises
-    InputError with the id of the first text whose vector contains NaN or infinity.
+    progress: counts the texts. keep_texts: also put the texts into the shard. Raises InputError
+    with the id of the first text whose vector contains NaN or infinity.
     """
     ids: list[str] = []
     kept: list[str] = []
@@ -132,9 +136,8 @@ def encode_shard(
         ids += chunk_ids
         kept += content if keep_texts else []
         chunk = vectors[first - start : last - start]
-        chunk[:] = encode(content, batch_tokens)
+        chunk[:] = encode(content, batch_tokens, progress.update)
         refuse_infinite(texts.kind, chunk_ids, chunk)
-        bar.update(last - first)
     return Shard(ids, vectors, kept if keep_texts else None)
 
 
@@ -152,10 +155,8 @@ def encode_in_memory(
     stop = texts.rows if stop is None else stop
     with encoder.in_lockstep(texts.kind):
         print_estimate(encoder, texts, stop - start, batch_tokens)
-        with tqdm(
-            total=stop - start, desc=f"encode {texts.kind}", unit="text", disable=None, leave=False
-        ) as bar:
-            return encode_shard(encoder, texts, start, stop, batch_tokens, bar)
+        with Progress(stop - start, "encoding", texts.unit) as progress:
+            return encode_shard(encoder, texts, start, stop, batch_tokens, progress)
 
 
 def passage_vectors(
@@ -290,12 +291,14 @@ def encode_texts(
         rows = sum(stop - start for start, stop in map(job.span, missing))
         print_estimate(encoder, texts, rows, batch_tokens, job.dtype)
         with (
-            tqdm(total=rows, unit="text", disable=None if rows else True) as bar,
+            Progress(rows, "encoding", texts.unit) as progress,
             ThreadPoolExecutor(1, "write") as writer,
         ):
             written: Future[None] | None = None
             for number in missing:
-                shard = encode_shard(encoder, texts, *job.span(number), batch_tokens, bar, job.text)
+                shard = encode_shard(
+                    encoder, texts, *job.span(number), batch_tokens, progress, job.text
+                )
                 if written is not None:
                     written.result()  # raises the error of the thread
                 written = writer.submit(write_shard, folder, number, job, shard)

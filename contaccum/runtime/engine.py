@@ -10,7 +10,7 @@ import ctypes
 import gc
 import hashlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -77,6 +77,9 @@ class Engine(Processes):
         self.step = (
             0  # number of finished optimizer steps; seed and step determine all random numbers
         )
+        self.before_pass: Callable[[int, bool], None] | None = None
+        """Called before each pass of a training method, with its number of tokens (padding counts)
+        and whether a backward pass follows."""
         self._encoded: list[tuple[list[str], Tensor]] = []
         # kind of the next pass that may use the half-precision weights of the last pass
         self._casts: Literal["", "no graph", "graph"] = ""
@@ -183,6 +186,8 @@ class Engine(Processes):
         # cannot use them, because they have no gradient. It uses those of the last pass only after
         # its backward pass; before, the gradients of both would be summed in half precision.
         graph = torch.is_grad_enabled()
+        if self.before_pass is not None:
+            self.before_pass(batch.tokens, graph)
         if self._casts != ("graph" if graph else "no graph"):
             torch.clear_autocast_cache()
         self._casts = "" if graph else "no graph"
@@ -217,6 +222,8 @@ class Engine(Processes):
         torch.manual_seed(mix(self.seed, self.step, index, self.rank, side))
         tower = (self.encoder.query_tower, self.encoder.passage_tower)[side]
         count = len(texts.input_ids)
+        if self.before_pass is not None:
+            self.before_pass(texts.count(padded=True), True)
         with self.autocast():
             return self.encoder.embed(tower, (texts if count else ONE_TOKEN).to(self.device))[
                 :count

@@ -26,6 +26,8 @@ from contaccum.runtime.units import duration
 from contaccum.training.trackers import TRACKERS
 
 LOG_FILE = "log.jsonl"
+FIRST_SECONDS = 15.0  # time until the first line about a long first step, for an early estimate
+LINE_SECONDS = 60.0  # time without a line after which a line is printed, also within a step
 ENVIRONMENT_FILE = "environment.json"
 PACKAGES = ("transformers", "tokenizers", "numpy")
 LOG_VERSION = 1  # ``format_version`` in the first line of log.jsonl
@@ -109,7 +111,9 @@ class RunLog:
             "peak": f"{values['peak_memory'] / 2**30:.3g} GiB",
         }
         self.bar.set_postfix(shown, refresh=False)
-        if not self.bar_shown:
+        if self.bar_shown:
+            self.printed = time.monotonic()
+        else:
             self._print_progress(values)
         if write:
             self._write(values)
@@ -125,15 +129,35 @@ class RunLog:
         """
         step, now = values["step"], time.monotonic()
         part = (step - self.printed_step) / self.total
-        if step > self.first + 1 and step < self.total and now - self.printed < 60 and part < 0.05:
+        soon = now - self.printed < LINE_SECONDS and part < 0.05
+        if soon and self.first + 1 < step < self.total:
             return
         self.printed_step, self.printed = step, now
-        left = (now - self.began) / (step - self.first) * (self.total - step)
+        left = self.seconds_left(step)
         line = (
             f"step {step}/{self.total}  loss {values['loss']:.4g}{self.score}  "
             f"{values['pairs_per_second']:.4g} pairs/s"
         )
         self.say(f"{line}  about {duration(left)} left" if left else line)
+
+    def inside_step(self, done: float) -> None:
+        """Print a line about the progress within a long step.
+
+        done: steps since the start of the run, of which the current one counts in part.
+        """
+        if not self.active or done <= self.first:
+            return
+        now = time.monotonic()
+        first = self.printed == self.began
+        if now - self.printed >= (FIRST_SECONDS if first else LINE_SECONDS):
+            self.printed = now
+            step = int(done)
+            left = duration(self.seconds_left(done))
+            self.say(f"step {step + 1}/{self.total}  {done - step:.0%} done  about {left} left")
+
+    def seconds_left(self, done: float) -> float:
+        """Return the expected time of the remaining steps. done: see ``inside_step``."""
+        return (time.monotonic() - self.began) / (done - self.first) * (self.total - done)
 
     def evaluation(self, step: int, scores: dict[str, float], metric: str) -> None:
         """Add the metrics of an evaluation on the dev set to the log and the trackers."""

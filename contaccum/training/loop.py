@@ -179,6 +179,10 @@ class Training:
         self.evaluated = 0  # step of the last evaluation
         self.worse = 0  # evaluations since the best one
         self.saved = time.monotonic()  # time of the last checkpoint
+        # forward passes of a token in the current step: those of the whole step, and those so far
+        self.step_cost = 0.0
+        self.cost = 0
+        engine.before_pass = self.before_pass
         if checkpoint:
             self.resume(checkpoint, optimizer, changed)
         engine.prepare(self.encoder, optimizer)
@@ -387,6 +391,10 @@ class Training:
         ages = bank.ages()
 
         # forward and backward passes
+        pairs = [len(batch.query_ids) for batch in micro_batches]
+        tokens = sum(batch.tokens for batch in micro_batches)
+        self.step_cost = tokens * config.spec.cost(sum(pairs), pairs[-1], config.replay_share)
+        self.cost = 0
         self.encoder.train()
         engine.begin_step(self.done)
         losses: list[LossValue] = []
@@ -470,6 +478,15 @@ class Training:
             "micro_batches": len(micro_batches),
             "peak_memory": engine.peak_memory(),
         }
+
+    def before_pass(self, tokens: int, graph: bool) -> None:
+        """Let the log print how much of a long step is done.
+
+        tokens: tokens of the next pass. graph: whether a backward pass follows, which costs as much
+        as 2 forward passes.
+        """
+        self.log.inside_step(self.done + self.cost / self.step_cost)
+        self.cost += tokens * (3 if graph else 1)
 
     def done_every(self, steps: float) -> bool:
         """Return whether something is due that happens every ``steps`` steps.

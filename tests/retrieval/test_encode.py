@@ -18,6 +18,7 @@ from contaccum.errors import InputError
 from contaccum.retrieval import encode as encode_module
 from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts, make_estimate
 from contaccum.retrieval.shards import ShardFolder
+from contaccum.runtime import progress
 from contaccum.runtime.files import read_json, sha256_of, write_json
 from contaccum.runtime.processes import Processes
 
@@ -387,8 +388,8 @@ class BrokenEncoder(WordEncoder):
         super().__init__()
         self.value = value
 
-    def encode_passages(self, texts, batch_tokens=None):
-        vectors = super().encode_passages(texts, batch_tokens)
+    def encode_passages(self, texts, *rest):
+        vectors = super().encode_passages(texts, *rest)
         vectors[7, 3] = self.value
         return vectors
 
@@ -406,8 +407,8 @@ def test_an_error_of_the_last_shard_reaches_the_caller_too(tmp_path):
     """Shards are written in a thread; the first ones of a run stay, since they are whole."""
 
     class LateFault(WordEncoder):
-        def encode_passages(self, texts, batch_tokens=None):
-            vectors = super().encode_passages(texts, batch_tokens)
+        def encode_passages(self, texts, *rest):
+            vectors = super().encode_passages(texts, *rest)
             vectors[texts.index("text number 24") if "text number 24" in texts else [], 0] = np.nan
             return vectors
 
@@ -426,6 +427,17 @@ def test_a_disk_that_cannot_be_written_stops_the_encoding(tmp_path):
     with pytest.raises(InputError, match=r"00000\.npy: cannot be written"):
         encode_texts(encoder, passages(), tmp_path / "e", shard_size=5)
     assert encoder.seen == 10  # the second shard was under way when the first one failed
+
+
+@pytest.mark.parametrize(("seconds", "lines"), [(0.0, 2), (60.0, 0)])
+def test_without_a_terminal_a_long_encoding_prints_lines(seconds, lines, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LINE_SECONDS", seconds)
+    monkeypatch.setattr(encode_module, "CHUNK", 10)
+    encode_in_memory(WordEncoder(), passages())
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == lines
+    for line, done in zip(printed, (10, 20), strict=False):
+        assert line.startswith(f"contaccum: encoding: {done} of 25 passages, about ")
 
 
 def test_estimate_of_time_and_space_equals_hand_computation():

@@ -360,7 +360,7 @@ def test_a_query_vector_that_is_not_finite_is_named(value):
 class Broken(WordEncoder):
     """Its vector of "green pears" is not finite."""
 
-    def encode_passages(self, texts, batch_tokens=None):
+    def encode_passages(self, texts, *rest):
         vectors = self.encode_queries(texts)
         vectors[[text == "green pears" for text in texts], 5] = np.inf
         return vectors

@@ -70,8 +70,8 @@ def test_a_damaged_shard_is_encoded_again(train_set):
 
 def test_a_vector_that_is_not_finite_is_refused(train_set):
     class Broken(WordEncoder):
-        def encode_queries(self, texts, batch_tokens=None):
-            return super().encode_queries(texts) * 1e6
+        def encode_queries(self, texts, *rest):
+            return super().encode_queries(texts, *rest) * 1e6
 
     with pytest.raises(
         InputError,
