@@ -10,8 +10,7 @@ micro-batches, divided by 8. Some pushes open a block of log-sum-exps; the mean 
 the ring.
 """
 
-from collections.abc import Iterator
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from contaccum.batch import MicroBatch, RowIds, Tokens
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.loss import InfoNCE
+from contaccum.runtime.engine import Engine
 
 DIM, MICRO_STEPS, META = 768, 8, torch.device("meta")
 WHOLE_STEP = ("in_batch", "grad_cache", "cont_cache")
@@ -50,26 +50,39 @@ class Count(TorchDispatchMode):
         return result
 
 
-class MetaEngine:
-    """Engine whose encoder launches no operations."""
+class MetaEncoder:
+    """Encoder whose vectors are leaves on the meta device, so that it launches no operations."""
 
-    no_grad_group_size = 1
-    padded = True
-    replay_share = 1.0
+    one_pass, group = False, None
 
-    def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-        yield from micro_batches
+    def __init__(self) -> None:
+        self.query_tower, self.passage_tower = (
+            SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0), unpad=False)
+            for _ in range(2)
+        )
 
-    def join(self, micro_batches: list[MicroBatch]) -> MicroBatch:
-        return micro_batches[0]
+    def parameters(self) -> list[Tensor]:
+        return []
 
-    def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        b, columns = batch.ids.columns.shape
-        leaf = partial(torch.empty, device=META, requires_grad=True)
-        return leaf(b, DIM), leaf(b, columns, DIM)
+    def __call__(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        queries, passages = (
+            self.embed(tower, texts)
+            for tower, texts in (
+                (self.query_tower, batch.queries),
+                (self.passage_tower, batch.passages),
+            )
+        )
+        return queries, passages.view(len(queries), -1, DIM)
 
-    def backward(self, value: Tensor) -> None:
-        value.backward()
+    def embed(self, tower: object, texts: Tokens) -> Tensor:
+        graph = torch.is_grad_enabled()
+        return torch.empty(len(texts.input_ids), DIM, device=META, requires_grad=graph)
+
+
+def meta_engine() -> Engine:
+    engine = Engine(device="cpu")
+    engine.prepare(MetaEncoder(), None)  # type: ignore[arg-type]
+    return engine
 
 
 def operations(method: str, pairs: int, bank: Bank, first_id: int = 0) -> int:
@@ -78,12 +91,10 @@ def operations(method: str, pairs: int, bank: Bank, first_id: int = 0) -> int:
     ids = torch.arange(first_id, first_id + MICRO_STEPS * pairs).view(-1, pairs, 1)[
         : MICRO_STEPS if method in WHOLE_STEP else 1
     ]
-    batches = [
-        MicroBatch(Tokens(own, own), Tokens(own, own), RowIds(own, own), [""] * pairs)
-        for own in ids
-    ]
+    text = Tokens(torch.zeros(pairs, 1, dtype=torch.long), torch.ones(pairs, 1, dtype=torch.long))
+    batches = [MicroBatch(text, text, RowIds(own, own), [""] * pairs) for own in ids]
     with Count() as count:
-        METHODS[method](MetaEngine(), batches, bank, InfoNCE(TEMPERATURE))
+        METHODS[method](meta_engine(), batches, bank, InfoNCE(TEMPERATURE))
     return count.operations
 
 

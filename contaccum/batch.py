@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,13 +70,15 @@ def token_batches(lengths: Sequence[int], budget: int, padded: bool = True) -> I
 
     Yield the text indices of each batch.
 
-    lengths: number of tokens of each text. Texts are sorted by length, so that batches have little
-    padding. The longest texts come first, so that a budget too large for the memory fails in the
-    first batch. A text with more than ``budget`` tokens is a batch by itself.
+    lengths: number of tokens of each text. With padding, texts are sorted by length, so that
+    batches have little of it. The longest texts come first, so that a budget too large for the
+    memory fails in the first batch. Without padding, texts keep their order. A text with more than
+    ``budget`` tokens is a batch by itself.
     """
     batch: list[int] = []
     tokens = 0
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index] if padded else 0)
+    for index in order:
         length = lengths[batch[0]] if padded and batch else lengths[index]
         if batch and tokens + length > budget:
             yield batch
@@ -130,18 +133,6 @@ class RowIds:
         return RowIds(**merged)
 
 
-Rows = tuple[Tensor, Tensor, RowIds]
-"""n queries with their passages: (query embeddings (n, d), passage embeddings (n, 1 + H, d),
-ids).
-"""
-
-
-def concatenate(parts: Sequence[Rows]) -> Rows:
-    """Concatenate the rows of several micro-batches."""
-    queries, passages, ids = zip(*parts, strict=True)
-    return torch.cat(queries), torch.cat(passages), RowIds.merge(list(ids), torch.cat)
-
-
 @dataclass(frozen=True)
 class MicroBatch:
     """Input of one forward pass of one process: B queries with 1 + H passages each.
@@ -174,3 +165,22 @@ class MicroBatch:
     def pinned(self) -> "MicroBatch":
         """Return a copy whose texts are in page-locked memory."""
         return MicroBatch(self.queries.pinned(), self.passages.pinned(), self.ids, self.query_ids)
+
+
+def step_ids(micro_batches: Sequence[MicroBatch]) -> RowIds:
+    """Return the ids of all pairs of a step."""
+    return RowIds.merge([batch.ids for batch in micro_batches], torch.cat)
+
+
+class Pass(NamedTuple):
+    """Texts that a tower of one process encodes at once, if the loss is that of the whole step."""
+
+    number: int
+    """Number of the pass in the step. It seeds the dropout noise."""
+    side: int
+    """0: the query tower encodes the texts, 1: the passage tower."""
+    rows: Tensor
+    """Numbers of the texts, (t,). All queries of the process in the step come first, then all its
+    passages, pair by pair."""
+    texts: Tokens
+    """The texts, (t, length)."""

@@ -81,6 +81,12 @@ def micro_batches(
     return batches
 
 
+def concatenate(parts) -> tuple[torch.Tensor, torch.Tensor, RowIds]:
+    """Concatenate (queries, passages, ids) of several micro-batches."""
+    queries, passages, ids = zip(*parts, strict=True)
+    return torch.cat(queries), torch.cat(passages), RowIds.merge(list(ids), torch.cat)
+
+
 def gradients(encoder: DualEncoder) -> dict[str, torch.Tensor]:
     """Return a copy of every parameter's gradient."""
     return {name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None}

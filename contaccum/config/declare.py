@@ -33,8 +33,8 @@ class MethodSpec(NamedTuple):
         """Return the mean cost of one pair in a training step, in forward passes.
 
         A backward pass costs as much as 2 forward passes. So a pair costs 3 with one pass over the
-        texts, and 4 with two. Without partial replay, the last micro-batch of a step keeps its
-        graph from the first pass, which saves its second forward pass.
+        texts, and 4 with two. Without partial replay, as many texts as a micro-batch has keep their
+        graph from the first pass, which saves their second forward pass.
 
         pairs: pairs in one step (N). micro_batch_size: pairs in one micro-batch (B), or None for
         micro-batches by tokens: their last size is not known, so nothing is subtracted.

@@ -5,7 +5,7 @@ The graph of the whole step is in memory at once.
 Source: Karpukhin et al. 2020 (arXiv 2004.04906), section 3.2.
 """
 
-from contaccum.batch import MicroBatch, concatenate
+from contaccum.batch import MicroBatch, step_ids
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import LossValue
 from contaccum.methods.objective import Loss, StepEngine
@@ -21,7 +21,9 @@ def in_batch(
     The logits matrix of a step of N pairs has N rows and N (1 + H) columns. H: number of hard
     negatives of a query. The memory of the step grows with N.
     """
-    parts = [(*engine.encode(batch), batch.ids) for batch in engine.micro_steps(micro_batches)]
-    value = loss(*concatenate(parts))
+    passes = engine.passes(micro_batches)
+    vectors = list(engine.encoded(passes))
+    queries, passages = engine.gather_pairs(micro_batches, passes, vectors)
+    value = loss(queries, passages, step_ids(micro_batches))
     engine.backward(value.value)
     return [value.detach()]

@@ -13,56 +13,41 @@ Thompson 1952 (weights 1 / pi); Madow 1949 (systematic sampling).
 import torch
 from torch import Tensor
 
-from contaccum.batch import MicroBatch, token_batches
+from contaccum.batch import MicroBatch
 from contaccum.methods.objective import StepEngine
 
-Cache = list[tuple[Tensor, Tensor]]
-"""For each micro-batch: the gradients with respect to the embeddings of queries (b, d) and passages
-(b, 1 + H, d)."""
 HUGE = 1e300
 """Value that replaces a NaN or infinite gradient norm. With it, replay keeps the text, so the
 training loop finds the error."""
 
 
-def replay_sample(
-    engine: StepEngine, micro_batches: list[MicroBatch], cache: Cache
-) -> tuple[float, float]:
-    """Make the second pass with a sample of the texts, and backpropagate their weighted gradients.
+def sample(
+    engine: StepEngine, micro_batches: list[MicroBatch], gradients: tuple[Tensor, Tensor]
+) -> tuple[tuple[Tensor, Tensor], Tensor, dict[str, float | Tensor]]:
+    """Choose the texts of the second pass, and weight their gradients.
 
-    Returns the ratio of encoded texts to all texts, and the relative variance: the variance that
-    the sampling added, divided by the sum of the squared gradient norms.
+    gradients: with respect to the queries (N, d) and the passages (N, 1 + H, d). Queries and
+    passages are sampled separately. Returns the weighted gradients, the numbers of the chosen texts
+    of this process (see ``Pass``), and statistics: the ratio of chosen texts to all texts, and the
+    relative variance, which is the variance that the sampling adds, divided by the sum of the
+    squared gradient norms.
     """
-    step = engine.join(micro_batches)
-    # the number of tokens of the largest micro-batch, so that the graph needs no more memory than
-    # in other methods
-    budget = max(
-        batch.queries.count(engine.padded) + batch.passages.count(engine.padded)
-        for batch in micro_batches
-    )
-    kept_texts, all_texts, noise, signal = 0, 0, 0.0, 0.0
-    for side, texts in enumerate((step.queries, step.passages)):
-        # one tensor per micro-batch, with the texts of all processes
-        parts = [gradients[side].flatten(0, -2) for gradients in cache]
-        gradients = torch.cat(parts)
-        weights, added, total = sample_texts(gradients, engine.replay_share, engine.uniform(side))
-        missing = missing_gradient(gradients, weights)
-        own_gradients = torch.cat([engine.own_rows(part) for part in parts])
-        own_weights = torch.cat(
-            [engine.own_rows(part) for part in weights.split([len(part) for part in parts])]
-        )
-        kept = own_weights.nonzero().flatten()
-        lengths = texts.attention_mask.sum(1)[kept].tolist()
-        batches = token_batches(lengths, budget, engine.padded)
-        for index, chosen in enumerate(engine.equalized(map(torch.tensor, batches))):
-            rows = kept[chosen]
-            embeddings = engine.encode_texts(side, texts.select(rows), index)  # (n, d)
-            weighted = own_gradients[rows.to(own_gradients.device)] * own_weights[rows].to(
-                own_gradients
-            ).unsqueeze(1)
-            engine.backward((embeddings * (weighted + missing)).sum())
-        kept_texts, all_texts = kept_texts + int(weights.count_nonzero()), all_texts + len(weights)
+    weighted, of_texts = [], []
+    kept, texts, noise, signal = 0, 0, 0.0, 0.0
+    for side, of_side in enumerate(gradients):
+        flat = of_side.flatten(0, -2)  # (texts, d)
+        weights, added, total = sample_texts(flat, engine.replay_share, engine.uniform(side))
+        balanced = flat * weights.to(flat).unsqueeze(1) + missing_gradient(flat, weights)
+        weighted.append(balanced.view_as(of_side))
+        of_texts.append(weights.view(of_side.shape[:-1]))
+        kept, texts = kept + int(weights.count_nonzero()), texts + len(weights)
         noise, signal = noise + added, signal + total
-    return kept_texts / all_texts, noise / signal if signal else 0.0
+    chosen = engine.own_texts(micro_batches, *of_texts).nonzero().flatten()
+    statistics: dict[str, float | Tensor] = {
+        "replay_share": kept / texts,
+        "replay_variance": noise / signal if signal else 0.0,
+    }
+    return (weighted[0], weighted[1]), chosen, statistics
 
 
 def sample_texts(gradients: Tensor, share: float, offset: float) -> tuple[Tensor, float, float]:

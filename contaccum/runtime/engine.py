@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from contaccum.batch import ONE_TOKEN, MicroBatch, RowIds, Tokens
+from contaccum.batch import ONE_TOKEN, MicroBatch, Pass, Tokens, token_batches
 from contaccum.errors import InputError
 from contaccum.runtime import sharding
 from contaccum.runtime.launch import local_place, process_place
@@ -80,6 +80,8 @@ class Engine(Processes):
         self.before_pass: Callable[[int, bool], None] | None = None
         """Called before each pass of a training method, with its number of tokens (padding counts)
         and whether a backward pass follows."""
+        # query ids of each micro-batch, and whether its vectors are finite: one flag or one of each
+        # pair
         self._encoded: list[tuple[list[str], Tensor]] = []
         # kind of the next pass that may use the half-precision weights of the last pass
         self._casts: Literal["", "no graph", "graph"] = ""
@@ -143,38 +145,13 @@ class Engine(Processes):
         self.step = step
 
     def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield each micro-batch on the device, after seeding its dropout.
-
-        All passes of a step use the same seeds.
-        """
+        """Yield each micro-batch on the device, after seeding its dropout."""
         # inside this outer context, autocast keeps the half-precision weights after each pass
         with torch.autocast(self.device.type, enabled=False):
             for index, batch in enumerate(micro_batches):
-                # a second pass and a resumed run repeat the noise, without reading a random state
-                # from the device
+                # a resumed run repeats the noise, without reading a random state from the device
                 torch.manual_seed(mix(self.seed, self.step, index, self.rank))
                 yield batch.to(self.device)
-
-    def join(self, micro_batches: list[MicroBatch]) -> MicroBatch:
-        """Join micro-batches into one, padded to the longest text.
-
-        Rows of the same process stay next to each other.
-        """
-        if len(micro_batches) == 1:
-            return micro_batches[0]
-        query, passage = self.encoder.query_tower.tokenizer, self.encoder.passage_tower.tokenizer
-
-        def join_rows(parts: list[Tensor]) -> Tensor:
-            # the texts are those of this process, but the ids are those of all W processes
-            by_process = [part.unflatten(0, (self.world, -1)) for part in parts]  # (W, b, ...) each
-            return torch.cat(by_process, dim=1).flatten(0, 1)
-
-        return MicroBatch(
-            Tokens.join([batch.queries for batch in micro_batches], query.pad_token_id),
-            Tokens.join([batch.passages for batch in micro_batches], passage.pad_token_id),
-            RowIds.merge([batch.ids for batch in micro_batches], join_rows),
-            [name for batch in micro_batches for name in batch.query_ids],
-        )
 
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Encode this process's part of a micro-batch, and gather all vectors in order of rank.
@@ -182,16 +159,8 @@ class Engine(Processes):
         Returns the gathered queries (b, d) and passages (b, 1 + H, d). Only the vectors of this
         process have gradients.
         """
-        # No-grad passes share the casts of the weights to half precision. A pass with a graph
-        # cannot use them, because they have no gradient. It uses those of the last pass only after
-        # its backward pass; before, the gradients of both would be summed in half precision.
-        graph = torch.is_grad_enabled()
-        if self.before_pass is not None:
-            self.before_pass(batch.tokens, graph)
-        if self._casts != ("graph" if graph else "no graph"):
-            torch.clear_autocast_cache()
-        self._casts = "" if graph else "no graph"
-        with self.autocast(), self._first_pass_dropout():
+        self._begin_pass(batch.tokens)
+        with self.autocast():
             queries, passages = self.encoder(batch)
         if self.sharded and torch.is_grad_enabled():
             if self.encoder.one_pass:
@@ -200,36 +169,61 @@ class Engine(Processes):
                 (queries,), (passages,) = self._separate.cut(queries), self._separate.cut(passages)
         queries, passages = self.all_rows(queries), self.all_rows(passages)
         # the flags are read once per step, so that no pass waits for the device
-        self._encoded.append(
-            (batch.query_ids, torch.isfinite(queries).all() & torch.isfinite(passages).all())
-        )
+        finite = torch.isfinite(queries).all() & torch.isfinite(passages).all()
+        self._encoded.append((batch.query_ids, finite.view(1)))
         return queries, passages
 
-    def _first_pass_dropout(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the first pass.
+    def _begin_pass(self, tokens: int) -> None:
+        """Announce a pass, and drop half-precision weights of the last pass that it cannot use.
 
-        With partial replay, it turns off dropout, which the second pass cannot repeat.
+        No-grad passes share them. A pass with a graph cannot use those of a no-grad pass, because
+        they have no gradient. It uses those of the last pass only after its backward pass; before,
+        the gradients of both would be summed in half precision.
         """
-        return (
-            contextlib.nullcontext() if self.replay_share == 1 else self.encoder.without_dropout()
-        )
-
-    def encode_texts(self, side: int, texts: Tokens, index: int) -> Tensor:
-        """Return the vectors of texts (n, d).
-
-        side: 0 for queries, 1 for passages. index: seeds the dropout noise.
-        """
-        torch.manual_seed(mix(self.seed, self.step, index, self.rank, side))
-        tower = (self.encoder.query_tower, self.encoder.passage_tower)[side]
-        count = len(texts.input_ids)
+        graph = torch.is_grad_enabled()
         if self.before_pass is not None:
-            self.before_pass(texts.count(padded=True), True)
-        with self.autocast():
-            return self.encoder.embed(tower, (texts if count else ONE_TOKEN).to(self.device))[
-                :count
-            ]
+            self.before_pass(tokens, graph)
+        if self._casts != ("graph" if graph else "no graph"):
+            torch.clear_autocast_cache()
+        self._casts = "" if graph else "no graph"
 
-    def equalized(self, batches: Iterable[Tensor]) -> list[Tensor]:
+    def passes(
+        self, micro_batches: list[MicroBatch], rows: Tensor | None = None, size: int = 1
+    ) -> list[Pass]:
+        """Divide this process's texts of a step into passes of each tower.
+
+        A pass has at most as many tokens as the largest micro-batch, times ``size``. The last pass
+        is as full as any. rows: numbers of the texts to encode, see ``Pass``. Default: all texts.
+        """
+        query, passage = self.encoder.query_tower, self.encoder.passage_tower
+        queries = [batch.queries for batch in micro_batches]
+        passages = [batch.passages for batch in micro_batches]
+        if query is passage:
+            sides = [Tokens.join(queries + passages, query.tokenizer.pad_token_id)]
+        else:
+            sides = [
+                Tokens.join(queries, query.tokenizer.pad_token_id),
+                Tokens.join(passages, passage.tokenizer.pad_token_id),
+            ]
+        budget = size * max(
+            batch.queries.count(self.padded) + batch.passages.count(self.padded)
+            for batch in micro_batches
+        )
+        found: list[Pass] = []
+        first = 0  # number of the first text of the side
+        for side, texts in enumerate(sides):
+            lengths = texts.attention_mask.sum(1)
+            numbers = torch.arange(len(lengths))
+            if rows is not None:
+                numbers = rows[(rows >= first) & (rows < first + len(lengths))] - first
+            batches = token_batches(lengths[numbers].tolist(), budget, self.padded)
+            for chosen in reversed(self._equalized(map(torch.tensor, batches))):
+                own = numbers[chosen]
+                found.append(Pass(len(found), side, first + own, texts.select(own)))
+            first += len(lengths)
+        return found
+
+    def _equalized(self, batches: Iterable[Tensor]) -> list[Tensor]:
         """Return the batches as a list.
 
         With sharded weights, add empty batches until all processes have equally many.
@@ -241,12 +235,89 @@ class Engine(Processes):
                 equalized.append(torch.zeros(0, dtype=torch.long))
         return equalized
 
-    def own_rows(self, rows: Tensor) -> Tensor:
-        """Return the rows of this process.
+    def encoded(self, passes: Iterable[Pass]) -> Iterator[Tensor]:
+        """Yield the vectors of the texts of each pass, (t, d).
 
-        rows: rows of one micro-batch from all processes, in the order of the ranks.
+        A pass that is encoded twice in a step has the same dropout noise both times.
         """
-        return rows.unflatten(0, (self.world, -1))[self.rank]
+        # inside this outer context, autocast keeps the half-precision weights after each pass
+        with torch.autocast(self.device.type, enabled=False):
+            for each in passes:
+                self._begin_pass(each.texts.count(padded=True))
+                yield self._encode_pass(each, self.step)
+
+    def _encode_pass(self, each: Pass, step: int) -> Tensor:
+        torch.manual_seed(mix(self.seed, step, each.number, self.rank))
+        tower = (self.encoder.query_tower, self.encoder.passage_tower)[each.side]
+        count = len(each.rows)
+        texts = each.texts if count else ONE_TOKEN
+        with self.autocast(), self._first_pass_dropout():
+            vectors = self.encoder.embed(tower, texts.to(self.device))[:count]
+        if self.sharded and torch.is_grad_enabled():
+            (vectors,) = self._separate.cut(vectors)
+        return vectors
+
+    def _first_pass_dropout(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for a pass of a two-pass method.
+
+        With partial replay, it turns off dropout in the first pass, because the second pass cannot
+        repeat its noise.
+        """
+        if self.replay_share < 1 and not torch.is_grad_enabled():
+            return self.encoder.without_dropout()
+        return contextlib.nullcontext()
+
+    def gather_pairs(
+        self, micro_batches: list[MicroBatch], passes: list[Pass], vectors: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Gather the vectors of a step from all processes.
+
+        Returns queries (N, d) and passages (N, 1 + H, d), micro-batch by micro-batch and in each by
+        rank, as ``ids`` are. vectors: of each pass, (t, d). Vectors of other processes have no
+        gradient.
+        """
+        order = torch.cat([each.rows for each in passes]).argsort()
+        in_passes = torch.cat(vectors)
+        own = in_passes[order.to(in_passes.device, non_blocking=True)]
+        by_rank = self.all_rows(own).unflatten(0, (-1, len(own)))  # (W, texts, d)
+        sizes = [len(batch.query_ids) for batch in micro_batches]
+        pairs = sum(sizes)
+
+        def by_micro_batch(rows: Tensor) -> Tensor:
+            return torch.cat([part.flatten(0, 1) for part in rows.split(sizes, dim=1)])
+
+        queries = by_micro_batch(by_rank[:, :pairs])
+        passages = by_micro_batch(by_rank[:, pairs:].unflatten(1, (pairs, -1)))
+        finite = torch.isfinite(queries).all(1) & torch.isfinite(passages).flatten(1).all(1)
+        flags = finite.split([len(by_rank) * size for size in sizes])
+        self._encoded += zip([batch.query_ids for batch in micro_batches], flags, strict=True)
+        return queries, passages
+
+    def own_texts(
+        self, micro_batches: list[MicroBatch], queries: Tensor, passages: Tensor
+    ) -> Tensor:
+        """Select the rows of this process's texts, (n + n (1 + H), ...), in the order of ``Pass``.
+
+        queries, passages: rows of the N queries (N, ...) and their passages (N, 1 + H, ...), as
+        ``gather_pairs`` returns them.
+        """
+        sizes = [self.world * len(batch.query_ids) for batch in micro_batches]
+
+        def own(rows: Tensor) -> Tensor:
+            parts = [part.unflatten(0, (self.world, -1))[self.rank] for part in rows.split(sizes)]
+            return torch.cat(parts)
+
+        return torch.cat([own(queries), own(passages).flatten(0, 1)])
+
+    def of_passes(
+        self, micro_batches: list[MicroBatch], passes: list[Pass], queries: Tensor, passages: Tensor
+    ) -> list[Tensor]:
+        """Return the rows of the texts of each pass, (t, d): the inverse of ``gather_pairs``."""
+        order = torch.cat([each.rows for each in passes])
+        own = self.own_texts(micro_batches, queries, passages)
+        return list(
+            own[order.to(own.device, non_blocking=True)].split([len(each.rows) for each in passes])
+        )
 
     def uniform(self, index: int) -> float:
         """Return a random number in [0, 1) that depends only on seed, step and ``index``."""
@@ -261,22 +332,39 @@ class Engine(Processes):
         self._separate.run()
         self._casts = "graph"
 
-    def encode_again(self, batch: MicroBatch, step: int, index: int) -> tuple[Tensor, Tensor]:
-        """Encode a past micro-batch again, with the current weights and its dropout noise.
+    def encode_again(
+        self, micro_batches: list[MicroBatch], number: int, step: int, two_pass: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Encode a micro-batch of a past step with the current weights and its dropout noise.
 
-        index: number of the micro-batch in the step. Returns the query vectors (B, d) and the
-        passage vectors (B, 1 + H, d) of this process, without gradients. The random state does not
-        change.
+        micro_batches: all of the step. two_pass: whether the method of the run has two passes.
+        Returns the query vectors (B, d) and the passage vectors (B, 1 + H, d) of this process,
+        without gradients. The random state does not change.
         """
         devices = [self.device] if self.device.type == "cuda" else []
-        with (
-            torch.random.fork_rng(devices),
-            torch.no_grad(),
-            self.autocast(),
-            self._first_pass_dropout(),
-        ):
-            torch.manual_seed(mix(self.seed, step, index, self.rank))
-            return self.encoder(batch.to(self.device))
+        batch = micro_batches[number]
+        with torch.random.fork_rng(devices), torch.no_grad():
+            if not two_pass or self.replay_share < 1:
+                torch.manual_seed(mix(self.seed, step, number, self.rank))
+                with self.autocast(), self._first_pass_dropout():
+                    return self.encoder(batch.to(self.device))
+            # the noise belongs to passes, which have texts of several micro-batches
+            b, per_query = len(batch.query_ids), batch.ids.columns.shape[1]
+            first = sum(len(each.query_ids) for each in micro_batches[:number])
+            pairs = sum(len(each.query_ids) for each in micro_batches)
+            rows = torch.cat(
+                [
+                    torch.arange(first, first + b),
+                    torch.arange(pairs + first * per_query, pairs + (first + b) * per_query),
+                ]
+            )
+            vectors = torch.zeros(len(rows), self.encoder.dim, device=self.device)
+            for each in self.passes(micro_batches):
+                wanted = torch.isin(each.rows, rows)
+                if self.sharded or wanted.any():
+                    places = torch.searchsorted(rows, each.rows[wanted]).to(self.device)
+                    vectors[places] = self._encode_pass(each, step)[wanted.to(self.device)]
+            return vectors[:b], vectors[b:].view(b, per_query, -1)
 
     def finite_weights(self) -> bool:
         """Return whether all weights in all processes are finite."""
@@ -291,10 +379,12 @@ class Engine(Processes):
 
         Return [] if there is none.
         """
+        if not self._encoded:
+            return []
         # one transfer from the device
-        finite = torch.stack([flag for _, flag in self._encoded]).tolist()
-        for (query_ids, _), is_finite in zip(self._encoded, finite, strict=True):
-            if not is_finite:
+        finite = iter(torch.cat([flags for _, flags in self._encoded]).tolist())
+        for query_ids, flags in self._encoded:
+            if not all(next(finite) for _ in flags):
                 return query_ids
         return []
 

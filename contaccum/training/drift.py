@@ -23,12 +23,20 @@ class Drift:
     weights differ.
     """
 
-    def __init__(self, engine: Engine, bank: Bank, batches: Batches, size: MicroBatchSize) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        bank: Bank,
+        batches: Batches,
+        size: MicroBatchSize,
+        two_pass: bool = False,
+    ) -> None:
         """batches: clone of the source of training batches, used only here.
 
-        size: micro-batch size of each step.
+        size: micro-batch size of each step. two_pass: whether the method has two passes.
         """
         self.engine, self.bank, self.batches, self.size = engine, bank, batches, size
+        self.two_pass = two_pass
 
     def measure(self) -> dict[str, Any]:
         """Encode a sample of past micro-batches again, and return the drift for the log.
@@ -93,8 +101,10 @@ class Drift:
         slots: bank slots of its rows, all processes.
         """
         engine, bank = self.engine, self.bank
-        batch = self.batches.step(step, self.size.at(step))[number]
-        queries, passages = engine.encode_again(batch, step, number)  # (B, d), (B, 1 + H, d)
+        micro_batches = self.batches.step(step, self.size.at(step))
+        batch = micro_batches[number]
+        # (B, d), (B, 1 + H, d)
+        queries, passages = engine.encode_again(micro_batches, number, step, self.two_pass)
         if not torch.equal(bank.column_ids[slots, 0], batch.ids.columns[:, 0]):
             # the run had another number of processes before the resume, and so other micro-batches
             return None

@@ -165,7 +165,9 @@ class Training:
             config, self.encoder, parts.build_rules(config, engine, train_set)
         )
         self.bank = parts.build_bank(config, engine, self.encoder, self.loss)
-        self.drift = Drift(engine, self.bank, self.batches.clone(), self.micro_batch_size)
+        self.drift = Drift(
+            engine, self.bank, self.batches.clone(), self.micro_batch_size, config.spec.two_pass
+        )
 
         # number of steps
         self.examples = len(train_set.queries)

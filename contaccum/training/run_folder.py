@@ -50,7 +50,7 @@ CONFIG_FILE = "config.yaml"
 DEV_METRICS_FILE = "dev_metrics.json"  # metrics of the best evaluation on dev
 FINISHED_FILE = "finished.json"  # steps of a run that ended and deleted its checkpoints
 MANIFEST = "manifest.json"
-STATE_VERSION = 2  # ``format_version`` of state.json; 2: other dropout noise
+STATE_VERSION = 3  # ``format_version`` of state.json; 2 and 3: other dropout noise
 LINKS = ("checkpoints", "model")
 """Names of the folders in a run's folder that may be symbolic links, for example to another
 disk.

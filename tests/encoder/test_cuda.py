@@ -75,12 +75,11 @@ def test_both_passes_of_grad_cache_give_the_same_embeddings(switch, precision):
     def embeddings(step: int, graph: bool) -> torch.Tensor:
         engine.begin_step(step)
         found = []
-        for batch in engine.micro_steps(batches):
-            with torch.set_grad_enabled(graph):
-                queries, passages = engine.encode(batch)
-            found += [queries.detach().clone(), passages.detach().flatten(0, 1).clone()]
-            if graph:
-                engine.backward(queries.sum() + passages.sum())
+        with torch.set_grad_enabled(graph):
+            for vectors in engine.encoded(engine.passes(batches)):
+                found.append(vectors.detach().clone())
+                if graph:
+                    engine.backward(vectors.sum())
         return torch.cat(found).float()
 
     for _ in range(3):  # compiled passes settle

@@ -379,8 +379,8 @@ def test_unpadded_gradients_equal_padded(method, tie):
 
 
 def test_unpadded_grad_cache_replays_dropout():
-    """In-batch draws the same noise once per micro-batch; other noise in the second pass changes
-    the gradients."""
+    """In-batch draws the same noise once per pass; other noise in the second pass changes the
+    gradients."""
     data = [micro_batches(3, 4)]
     start = tiny_encoder(dropout=0.3)
     start.set_attention("auto", unpad=True)
@@ -546,9 +546,7 @@ def test_compiled_passes_replay_dropout():
     passes = []
     for graph in (False, True, True):
         with torch.set_grad_enabled(graph):
-            passes.append(
-                [engine.encode(batch)[0].detach() for batch in engine.micro_steps(batches)]
-            )
+            passes.append([each.detach() for each in engine.encoded(engine.passes(batches))])
         engine.step = int(len(passes) > 1)  # the third pass belongs to another step
     for first, second, other in zip(*passes, strict=True):
         torch.testing.assert_close(first, second, atol=1e-6, rtol=0)

@@ -1,11 +1,13 @@
 """The cost of a pair that budgets charge is the number of passes that the encoder makes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import make_bank, micro_batches, tiny_encoder
 
+from contaccum.batch import Tokens
 from contaccum.config import METHOD_SPECS
 from contaccum.encoder import Tower
 from contaccum.methods import METHODS
@@ -38,7 +40,7 @@ def passes_of_a_pair(
 ) -> tuple[float, float]:
     """Run one step of PAIRS pairs in micro-batches of ``size`` pairs.
 
-    Return the mean number of passes of a query and of a passage.
+    All texts have the same length. Return the mean number of passes of a query and of a passage.
     """
     encoder = tiny_encoder().train()
     count_query, count_passage = (
@@ -56,18 +58,31 @@ def passes_of_a_pair(
         hard_negatives=hard_negatives,
         columns_only=method == "passage_bank",
     )
-    METHODS[method](engine, micro_batches(PAIRS // size, size, hard_negatives), bank, loss)
+    batches = micro_batches(PAIRS // size, size, hard_negatives)
+    batches = [
+        replace(batch, queries=equal(batch.queries), passages=equal(batch.passages))
+        for batch in batches
+    ]
+    METHODS[method](engine, batches, bank, loss)
     return count_query() / PAIRS, count_passage() / (PAIRS * (1 + hard_negatives))
 
 
-@pytest.mark.parametrize("hard_negatives", [0, 2])
+def equal(texts: Tokens) -> Tokens:
+    ids = texts.input_ids[:, :4]
+    return Tokens(ids, torch.ones_like(ids))
+
+
+@pytest.mark.parametrize("hard_negatives", [0, 1])
 @pytest.mark.parametrize("size", [2, 8, PAIRS])
 @pytest.mark.parametrize("method", [name for name, spec in METHOD_SPECS.items() if not spec.whole])
 def test_cost_is_the_number_of_passes_that_the_towers_make(method, size, hard_negatives):
     charged = METHOD_SPECS[method].cost(PAIRS, size)
-    assert passes_of_a_pair(method, size, hard_negatives=hard_negatives) == (charged, charged)
+    query, passage = passes_of_a_pair(method, size, hard_negatives=hard_negatives)
+    assert (query + (1 + hard_negatives) * passage) / (2 + hard_negatives) == charged
     # negative control: a second forward pass of every text would cost 4
     assert charged < 4
+    # a two-pass method keeps the graph of the last pass, which has passages only
+    assert (query == passage) == (size == PAIRS or not METHOD_SPECS[method].two_pass)
 
 
 def test_a_step_of_one_micro_batch_costs_as_much_as_in_batch():
@@ -88,9 +103,15 @@ def test_cost_with_partial_replay_is_the_number_of_passes_that_the_towers_make(m
 
 
 @pytest.mark.parametrize("method", list(METHOD_SPECS))
-@pytest.mark.parametrize(("tie", "unpad"), [(True, True), (True, False), (False, True)])
-def test_passes_of_a_step(method, tie, unpad):
-    """One pass per micro-batch in tied towers without padding, else one for each side."""
+@pytest.mark.parametrize(
+    ("tie", "unpad"), [(True, True), (True, False), (False, True), (False, False)]
+)
+def test_passes_of_a_step(method, tie, unpad, monkeypatch):
+    """One pass per micro-batch in tied towers without padding, else one for each side.
+
+    If the loss is that of the whole step, each tower fills its passes with as many tokens as the
+    largest micro-batch has, and a two-pass method keeps the graph of the last pass.
+    """
     encoder = tiny_encoder(tie=tie).train()
     encoder.set_attention("auto", unpad)
     calls = []
@@ -98,9 +119,33 @@ def test_passes_of_a_step(method, tie, unpad):
         tower.register_forward_hook(lambda *_: calls.append(1))
     engine = Engine(device="cpu")
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
+    gathers = []
+    monkeypatch.setattr(engine, "all_rows", lambda rows: gathers.append(rows) or rows)
     loss = InfoNCE(0.1)
     bank = make_bank(PAIRS, encoder.dim, loss, push=PAIRS, columns_only=method == "passage_bank")
-    METHODS[method](engine, micro_batches(4, PAIRS // 4), bank, loss)
-    # the last micro-batch of a two-pass method keeps its graph
-    micro_batch_passes = 4 + 3 * METHOD_SPECS[method].two_pass
-    assert len(calls) == micro_batch_passes * (1 if tie and unpad else 2)
+    batches = micro_batches(4, PAIRS // 4)
+    METHODS[method](engine, batches, bank, loss)
+    spec = METHOD_SPECS[method]
+    if not (spec.whole or spec.two_pass):
+        assert len(calls) == 4 * (1 if tie and unpad else 2)
+        assert len(gathers) == 8
+        return
+    assert len(gathers) == 1  # the second pass needs only the texts of this process
+    budget = max(
+        batch.queries.count(padded=not unpad) + batch.passages.count(padded=not unpad)
+        for batch in batches
+    )
+    queries, passages = (
+        torch.cat([getattr(batch, side).attention_mask.sum(1) for batch in batches]).tolist()
+        for side in ("queries", "passages")
+    )
+    expected = 0
+    for lengths in [queries + passages] if tie else [queries, passages]:
+        filled: list[int] = []  # lengths of the texts of one pass
+        for length in lengths if unpad else sorted(lengths, reverse=True):
+            tokens = sum(filled) + length if unpad else max([*filled, length]) * (len(filled) + 1)
+            if not filled or tokens > budget:
+                expected, filled = expected + 1, []
+            filled.append(length)
+    assert len(calls) == (2 * expected - 1 if spec.two_pass else expected)
+    assert expected < 8  # fewer than one for each side of a micro-batch

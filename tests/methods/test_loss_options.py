@@ -5,11 +5,19 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SlowBank, gradients, largest_difference, micro_batches, run_steps, tiny_encoder
+from helpers import (
+    SlowBank,
+    concatenate,
+    gradients,
+    largest_difference,
+    micro_batches,
+    run_steps,
+    tiny_encoder,
+)
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.util import dot_score
 
-from contaccum.batch import RowIds, concatenate
+from contaccum.batch import RowIds
 from contaccum.config import METHOD_SPECS
 from contaccum.methods import METHODS
 from contaccum.methods.loss import InfoNCE

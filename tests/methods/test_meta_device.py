@@ -2,52 +2,62 @@
 device fails."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import make_bank, micro_batches
 from torch import Tensor
 
-from contaccum.batch import MicroBatch, RowIds
+from contaccum.batch import MicroBatch, RowIds, Tokens
 from contaccum.methods import METHODS, similarity
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import InfoNCE, LossValue
 from contaccum.methods.objective import Distillation, Loss, Matryoshka, Objective
 from contaccum.methods.rules import Guide, PairRules
+from contaccum.runtime.engine import Engine
 
 META = torch.device("meta")
 DIM, B, K = 8, 4, 3
 
 
-class MetaEngine:
-    """Engine whose embeddings are leaves on the meta device; ids stay on the CPU."""
+class MetaEncoder:
+    """Encoder whose vectors are leaves on the meta device; ids and texts stay on the CPU."""
 
-    no_grad_group_size = 1
-    padded = True
-    replay_share = 1.0
+    one_pass, group = False, None
 
     def __init__(self) -> None:
+        self.query_tower, self.passage_tower = (
+            SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0), unpad=False)
+            for _ in range(2)
+        )
         self.leaves: list[Tensor] = []
 
-    def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-        yield from micro_batches
+    def parameters(self) -> list[Tensor]:
+        return []
 
-    def join(self, micro_batches: list[MicroBatch]) -> MicroBatch:
-        (batch,) = micro_batches
-        return batch
+    def __call__(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        queries, passages = (
+            self.embed(tower, texts)
+            for tower, texts in (
+                (self.query_tower, batch.queries),
+                (self.passage_tower, batch.passages),
+            )
+        )
+        return queries, passages.view(len(queries), -1, DIM)
 
-    def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        b, columns = batch.ids.columns.shape
-        self.leaves += [
-            torch.empty(*shape, DIM, device=META, requires_grad=True)
-            for shape in ((b,), (b, columns))
-        ]
-        return self.leaves[-2], self.leaves[-1]
+    def embed(self, tower: object, texts: Tokens) -> Tensor:
+        graph = torch.is_grad_enabled()
+        self.leaves.append(torch.empty(len(texts.input_ids), DIM, device=META, requires_grad=graph))
+        return self.leaves[-1]
 
-    def backward(self, value: Tensor) -> None:
-        value.backward()
+
+def meta_engine() -> Engine:
+    engine = Engine(device="cpu")
+    engine.prepare(MetaEncoder(), None)  # type: ignore[arg-type]
+    return engine
 
 
 def take_steps(method: str, loss: Loss, steps: int = 2, **options: object) -> Bank:
@@ -59,11 +69,11 @@ def take_steps(method: str, loss: Loss, steps: int = 2, **options: object) -> Ba
         14 if two_pass else 10, DIM, loss, push=B * K if two_pass else B, device=META, **options
     )
     for step in range(steps + 1):
-        engine = MetaEngine()
+        engine = meta_engine()
         batches = [taught(batch) for batch in micro_batches(K, B, 1, passages=6, seed=step)]
         values = METHODS[method](engine, batches, bank, loss)
         assert all(value.value.device == META for value in values)
-        assert engine.leaves[-1].grad is not None
+        assert engine.encoder.leaves[-1].grad is not None
         if step < steps:
             bank.end_step()
     bank.rollback()

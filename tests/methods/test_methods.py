@@ -5,8 +5,10 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import (
     SlowBank,
+    concatenate,
     gradients,
     largest_difference,
     make_bank,
@@ -16,6 +18,8 @@ from helpers import (
     tiny_encoder,
 )
 
+from contaccum.batch import step_ids
+from contaccum.encoder import DualEncoder
 from contaccum.methods import METHODS
 from contaccum.methods.grad_cache import cache_gradients, represent
 from contaccum.methods.loss import InfoNCE
@@ -38,6 +42,36 @@ def test_grad_cache_equals_in_batch_on_the_whole_step(hard, dropout):
     plain, plain_loss = run_steps("in_batch", data, dropout=dropout)
     assert largest_difference(cached, plain) < SAME
     assert cached_loss == pytest.approx(plain_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "same"), [(torch.float32, 2e-5), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("hard", [0, 2])
+@pytest.mark.parametrize(
+    ("tie", "unpad"), [(True, True), (True, False), (False, True), (False, False)]
+)
+def test_passes_of_each_tower_give_the_gradients_of_one_graph(
+    tie, unpad, hard, dtype, same, monkeypatch
+):
+    """Micro-batches of unequal size, against the graph of the whole step and a plain
+    cross-entropy."""
+    if dtype == torch.float64:  # without the cast of the vectors to float32
+        monkeypatch.setattr(
+            DualEncoder, "embed", lambda self, tower, texts: F.normalize(tower(texts), dim=-1)
+        )
+    start = tiny_encoder(tie=tie).to(dtype)
+    start.set_attention("auto", unpad)
+    batches = [
+        batch for pairs in (5, 2, 3) for batch in micro_batches(1, pairs, hard, 10**6, seed=pairs)
+    ]
+    plain = copy.deepcopy(start).train()
+    queries, passages, _ = concatenate([(*plain(batch), batch.ids) for batch in batches])
+    logits = queries @ passages.transpose(0, 1).flatten(0, 1).T / 0.1
+    F.cross_entropy(logits, torch.arange(10)).backward()
+    for method in ("in_batch", "grad_cache", "cont_cache"):
+        found, _ = run_steps(method, [batches], encoder=start)
+        assert largest_difference(found, [gradients(plain)]) < same
+    other, _ = run_steps("grad_cache", [batches[:2]], encoder=start)  # negative control
+    assert largest_difference(other, [gradients(plain)]) > DIFFERENT
 
 
 def test_grad_cache_differs_when_dropout_is_not_replayed(monkeypatch):
@@ -81,8 +115,8 @@ def test_a_bank_in_use_differs_from_the_twin(with_bank, without):
 @pytest.mark.parametrize("method", ["grad_accum", "cont_accum", "passage_bank"])
 def test_one_micro_batch_and_no_bank_is_in_batch(method):
     data = steps(micro=1)
-    one, _ = run_steps(method, data, dropout=0.1)
-    assert largest_difference(one, run_steps("in_batch", data, dropout=0.1)[0]) < SAME
+    one, _ = run_steps(method, data)
+    assert largest_difference(one, run_steps("in_batch", data)[0]) < SAME
     several = steps(micro=2)
     assert (
         largest_difference(run_steps(method, several)[0], run_steps("in_batch", several)[0])
@@ -202,15 +236,20 @@ def test_tied_towers_and_gradient_checkpointing_change_no_gradient(method):
     )
 
 
-def test_the_first_pass_keeps_one_graph():
+@pytest.mark.parametrize(("count", "kept"), [(1, [4, 4]), (3, [6])])
+def test_the_first_pass_keeps_the_graph_of_one_micro_batch(count, kept):
     encoder = tiny_encoder()
     engine = Engine(device="cpu")
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
-    parts = represent(engine, micro_batches(3, 4))
-    assert [part[0].requires_grad for part in parts] == [False, False, True]
-    value, cache = cache_gradients(parts, InfoNCE(0.1))
+    batches = micro_batches(count, 4)
+    queries, passages, with_graph = represent(engine, batches, engine.passes(batches))
+    assert not queries.requires_grad
+    assert not passages.requires_grad
+    assert [len(vectors) for vectors in with_graph] == kept
+    assert all(vectors.requires_grad for vectors in with_graph)
+    value, cache = cache_gradients(queries, passages, step_ids(batches), InfoNCE(0.1))
     assert not value.value.requires_grad
-    assert [tuple(gradient.shape) for gradient in cache[0]] == [(4, 32), (4, 1, 32)]
+    assert [tuple(each.shape) for each in cache] == [(4 * count, 32), (4 * count, 1, 32)]
 
 
 @pytest.mark.parametrize("method", list(METHODS))

@@ -9,10 +9,18 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import gradients, largest_difference, make_bank, micro_batches, run_steps, tiny_encoder
+from helpers import (
+    concatenate,
+    gradients,
+    largest_difference,
+    make_bank,
+    micro_batches,
+    run_steps,
+    tiny_encoder,
+)
 from torch import Tensor
 
-from contaccum.batch import MISSING, NO_PASSAGE, MicroBatch, RowIds, concatenate
+from contaccum.batch import MISSING, NO_PASSAGE, MicroBatch, RowIds
 from contaccum.config import METHOD_SPECS
 from contaccum.methods.loss import InfoNCE
 from contaccum.methods.objective import Distillation, Matryoshka, Objective

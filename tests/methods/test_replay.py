@@ -266,15 +266,14 @@ def test_second_pass_encodes_the_share_within_one_micro_batch_of_tokens(monkeypa
         batch.queries.input_ids.numel() + batch.passages.input_ids.numel() for batch in batches
     )
     engine, calls = prepared(0.5), []
-    original = Engine.encode_texts
+    original = Engine._encode_pass
 
-    def recorded(self, side, texts, index):
-        assert torch.is_grad_enabled()
-        calls.append((side, *texts.input_ids.shape))
-        return original(self, side, texts, index)
+    def recorded(self, each, step):
+        if torch.is_grad_enabled():
+            calls.append((each.side, *each.texts.input_ids.shape))
+        return original(self, each, step)
 
-    monkeypatch.setattr(Engine, "encode_texts", recorded)
-    monkeypatch.setattr(engine.encoder, "forward", torch.no_grad()(engine.encoder.forward))
+    monkeypatch.setattr(Engine, "_encode_pass", recorded)
     loss = InfoNCE(0.1)
     (value,) = METHODS["grad_cache"](
         engine, batches, make_bank(0, engine.encoder.dim, loss, push=1), loss

@@ -61,10 +61,11 @@ def test_drift_replays_the_dropout_noise(data, tmp_path):
     encoder = parts.build_encoder(config, train_set).train()
     encoder.set_dropout(0.3)
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.0))
-    batch = parts.build_batches(config, engine, encoder, train_set).step(0)[1]
-    first = engine.encode_again(batch, 0, 1)[0]
-    assert torch.equal(first, engine.encode_again(batch, 0, 1)[0])
-    assert not torch.allclose(first, engine.encode_again(batch, 1, 1)[0], atol=1e-2)
+    batches = parts.build_batches(config, engine, encoder, train_set).step(0)
+    for two_pass in (False, True):
+        first = engine.encode_again(batches, 1, 0, two_pass)[0]
+        assert torch.equal(first, engine.encode_again(batches, 1, 0, two_pass)[0])
+        assert not torch.allclose(first, engine.encode_again(batches, 1, 1, two_pass)[0], atol=1e-2)
 
 
 @pytest.mark.parametrize("method", ["cont_accum", "cont_cache"])

@@ -24,26 +24,29 @@ def data(tmp_path):
 def spoil_embedding(
     patch, step: int, value: float = math.nan, side: int = 0, place: tuple[int, ...] = (0, 0)
 ) -> None:
-    """Set one number of the embeddings of the second (or only) micro-batch of ``step`` to
-    ``value``."""
-    plain, calls = DualEncoder.forward, {"step": -1, "seen": 0}
+    """Set one number of the embeddings of ``step`` to ``value``: in the second micro-batch, or in
+    the first pass if the loss is that of the whole step.
 
-    def forward(self, batch):
-        out = [vectors.clone() for vectors in plain(self, batch)]
-        calls["seen"] = 1 if calls["step"] != running["step"] else calls["seen"] + 1
-        calls["step"] = running["step"]
-        if running["step"] == step and calls["seen"] == running["spoiled"]:
-            out[side][place] = value
-        return tuple(out)
+    side: 0 for a query, 1 for a passage."""
+    plain = DualEncoder.embed
+    running = {"step": 0, "seen": 0, "spoiled": 0}
 
-    running = {"step": 0, "spoiled": 0}
+    def embed(self, tower, tokens):
+        vectors = plain(self, tower, tokens).clone()
+        if tower is (self.query_tower, self.passage_tower)[side]:
+            running["seen"] += 1
+            if running["step"] == step and running["seen"] == running["spoiled"]:
+                vectors[place] = value
+        return vectors
+
     take = Training.take_step
 
     def take_step(self, micro_batches):
-        running.update(step=self.done + 1, spoiled=min(2, len(micro_batches)))
+        spec = self.config.spec
+        running.update(step=self.done + 1, seen=0, spoiled=1 if spec.whole or spec.two_pass else 2)
         return take(self, micro_batches)
 
-    patch.setattr(DualEncoder, "forward", forward)
+    patch.setattr(DualEncoder, "embed", embed)
     patch.setattr(Training, "take_step", take_step)
 
 
@@ -125,7 +128,7 @@ def test_nan_stops_the_run_and_names_examples_and_checkpoint(
 
 @pytest.mark.parametrize(
     ("value", "side", "place"),
-    [(math.nan, 1, (0, 0, 0)), (math.inf, 0, (1, 3)), (-math.inf, 1, (2, 1, 5))],
+    [(math.nan, 1, (0, 0)), (math.inf, 0, (1, 3)), (-math.inf, 1, (5, 5))],
     ids=["NaN passage", "inf query", "-inf hard negative"],
 )
 def test_nan_in_any_embedding_is_detected(value, side, place, data, tmp_path, monkeypatch):

@@ -41,29 +41,28 @@ def full() -> None:
     torch.empty(1 << 60, dtype=torch.uint8)
 
 
-def spoil(monkeypatch, place: str, call: int, above: int = 2) -> None:
-    """Let memory run out in the ``call``-th forward pass, backward pass or loss.
-
-    above: only micro-batches of more pairs fail."""
+def spoil(monkeypatch, place: str, call: int, step: int = 1) -> None:
+    """Let memory run out once, in the ``call``-th forward pass of a tower, backward pass or loss of
+    ``step``."""
     owner, name = {
-        "forward": (DualEncoder, "forward"), "backward": (Engine, "backward"),
+        "forward": (DualEncoder, "embed"), "backward": (Engine, "backward"),
         "loss": (InfoNCE, "__call__"),
     }[place]  # fmt: skip
-    original, calls = getattr(owner, name), iter(range(1, 10_000))
+    original, begin_step = getattr(owner, name), Engine.begin_step
+    running, calls = [0], [0]
+
+    def begin(self, done):
+        running[0] = done + 1
+        begin_step(self, done)
 
     def spoiled(self, *given, **named):
-        number = next(calls)
-        size = (
-            len(given[0].query_ids)
-            if place == "forward"
-            else len(given[0])
-            if place == "loss"
-            else above + 1
-        )
-        if size > above and number == call:
+        calls[0] += running[0] == step
+        if calls[0] == call:
+            calls[0] = 10_000
             full()
         return original(self, *given, **named)
 
+    monkeypatch.setattr(Engine, "begin_step", begin)
     monkeypatch.setattr(owner, name, spoiled)
 
 
@@ -181,11 +180,9 @@ def test_step_is_undone_and_retried_with_half_the_micro_batch_size(
 ):
     """The second micro-batch fails; gradients and bank rows of the first are removed."""
     expected = switched(data, tmp_path / "expected", method, monkeypatch)
-    # forward passes of a step of 4 micro-batches
-    passes = {"grad_cache": 7, "cont_cache": 7}.get(method, 4)
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        spoil(patch, "forward", 2 * passes + 2)
+        spoil(patch, "forward", 3, step=3)
         train(train_config(data, run, method, **CHANGES))
     assert [line["micro_batches"] for line in read_log(run)] == [4, 4, 8, 8, 8, 8]
     assert [line["step"] for line in read_log(run)] == [1, 2, 3, 4, 5, 6]
@@ -205,7 +202,7 @@ def test_step_is_undone_and_retried_with_half_the_micro_batch_size(
 def test_recovery_works_for_backward_pass_and_loss(place, data, tmp_path, monkeypatch):
     expected = switched(data, tmp_path / "expected", "cont_accum", monkeypatch)
     with monkeypatch.context() as patch:
-        spoil(patch, place, 2 * 4 + 3)
+        spoil(patch, place, 3, step=3)
         train(train_config(data, tmp_path / "run", "cont_accum", **CHANGES))
     assert weights(tmp_path / "run") == weights(expected)
 
@@ -214,7 +211,7 @@ def test_recovery_without_bank_rollback_changes_the_weights(data, tmp_path, monk
     """Negative control: the rows of the first micro-batch are in the bank twice."""
     expected = switched(data, tmp_path / "expected", "cont_accum", monkeypatch)
     with monkeypatch.context() as patch:
-        spoil(patch, "forward", 2 * 4 + 2)
+        spoil(patch, "forward", 3, step=3)
         patch.setattr(Bank, "rollback", lambda _: None)
         train(train_config(data, tmp_path / "run", "cont_accum", **CHANGES))
     assert weights(tmp_path / "run") != weights(expected)
@@ -223,7 +220,7 @@ def test_recovery_without_bank_rollback_changes_the_weights(data, tmp_path, monk
 def test_resumed_run_starts_with_the_smaller_size(data, tmp_path, monkeypatch):
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        spoil(patch, "forward", 2 * 4 + 2)
+        spoil(patch, "forward", 3, step=3)
         train(train_config(data, run, **CHANGES))
     before = weights(run)
     (run / "checkpoints" / "step-00000006" / "manifest.json").unlink()
@@ -255,8 +252,9 @@ BY_TOKENS = {
 }
 
 
+@pytest.mark.parametrize("method", ["cont_accum", "cont_cache"])
 @pytest.mark.parametrize("cut", [{}, BY_TOKENS])
-def test_drift_uses_the_micro_batch_size_of_each_step(cut, data, tmp_path, monkeypatch):
+def test_drift_uses_the_micro_batch_size_of_each_step(cut, method, data, tmp_path, monkeypatch):
     """Before and after a change of size, the cosine is 1 if the weights do not change."""
     changes = {
         **CHANGES,
@@ -265,8 +263,8 @@ def test_drift_uses_the_micro_batch_size_of_each_step(cut, data, tmp_path, monke
         "optim.learning_rate": 0.0,
         "run.drift_steps": 1,
     }
-    spoil(monkeypatch, "backward", 7)
-    train(train_config(data, tmp_path / "run", "cont_accum", **changes))
+    spoil(monkeypatch, "backward", 3, step=2)
+    train(train_config(data, tmp_path / "run", method, **changes))
     counts = [line["micro_batches"] for line in read_log(tmp_path / "run")]
     assert counts[0] < counts[-1]
     for line in read_log(tmp_path / "run"):
@@ -289,7 +287,7 @@ def test_drift_uses_the_micro_batch_size_of_each_step(cut, data, tmp_path, monke
 def test_unrecoverable_out_of_memory_is_one_sentence(
     method, changes, sentence, data, tmp_path, monkeypatch
 ):
-    spoil(monkeypatch, "forward", 1, above=0)
+    spoil(monkeypatch, "forward", 1)
     with pytest.raises(InputError, match=sentence) as error:
         train(train_config(data, tmp_path / "run", method, **{**CHANGES, **changes}))
     assert "\n" not in str(error.value)

@@ -9,7 +9,6 @@ import re
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import (
     SlowBank,
     gradients,
@@ -92,7 +91,7 @@ def sizes(batches) -> list[int]:
 @pytest.mark.parametrize("method", ["grad_cache", "cont_cache"])
 @pytest.mark.parametrize("no_grad_group_size", [1, 2, 10])
 def test_partition_does_not_change_two_pass_gradients(method, no_grad_group_size, tie, unpad, data):
-    """A first pass that joins several micro-batches does not change them either."""
+    """Larger first passes do not change them either."""
     towers = {"model.tie_towers": tie}
     plain, plain_loss, by_pairs, _ = run_steps(method, data, **towers)
     cut, loss, by_tokens, _ = run_steps(
@@ -301,11 +300,11 @@ def test_token_budget_below_the_longest_pair_is_refused(data, tmp_path):
     train(train_config(data, tmp_path / "again", **changes, **{"optim.max_steps": 1}))
 
 
-def test_joined_micro_batches_with_dropout_give_other_gradients(data):
-    """Negative control: joined micro-batches draw other dropout noise than the second pass."""
-    alone, *_ = run_steps("grad_cache", data, dropout=0.3, count=1)
-    joined, *_ = run_steps("grad_cache", data, dropout=0.3, no_grad_group_size=2, count=1)
-    assert largest_difference(joined, alone) > DIFFERENT
+def test_larger_first_passes_with_dropout_give_other_gradients(data):
+    """Negative control: they draw other dropout noise than the second pass."""
+    same, *_ = run_steps("grad_cache", data, dropout=0.3, count=1)
+    larger, *_ = run_steps("grad_cache", data, dropout=0.3, no_grad_group_size=2, count=1)
+    assert largest_difference(larger, same) > DIFFERENT
 
 
 def test_no_grad_group_size_is_layer_count_without_dropout(data):
@@ -323,7 +322,7 @@ def test_no_grad_group_size_is_layer_count_without_dropout(data):
     assert encoder.no_grad_group_size() == 1
 
 
-def test_joined_first_pass_needs_less_memory_than_second_pass(data):
+def test_larger_first_passes_need_less_memory_than_the_second_pass(data):
     *_, encoder = run_steps("grad_cache", data, count=0, **{"model.tiny_width": 128})
     engine = Engine(device="cpu")
     engine.prepare(encoder.train(), torch.optim.SGD(encoder.parameters(), lr=0.1))
@@ -331,73 +330,66 @@ def test_joined_first_pass_needs_less_memory_than_second_pass(data):
         "grad_cache", data, count=1, sgd=0.0, **{"model.tiny_width": 128}
     )
     batches = [*batches, *batches]  # eight
+    passes = engine.passes(batches)
 
     def second_pass():
-        queries, passages = engine.encode(batches[0])
-        engine.backward(queries.sum() + passages.sum())
-
-    def first_pass():
-        represent(engine, batches)
+        for vectors in engine.encoded(passes[-1:]):
+            engine.backward(vectors.sum())
 
     second_pass()  # the gradients' own memory is there before
     second = peak(second_pass)
     engine.no_grad_group_size = encoder.no_grad_group_size()
     assert engine.no_grad_group_size == 4
     with torch.no_grad():
-        wide = peak(lambda: engine.encode(engine.join(batches[:4])))
-        whole = peak(lambda: engine.encode(engine.join(batches)))
+        wide = peak(lambda: list(engine.encoded(engine.passes(batches, size=4)[-1:])))
+        whole = peak(lambda: list(engine.encoded(engine.passes(batches, size=100)[-1:])))
     assert wide < second
-    assert whole > second  # and eight at once would take more
-    assert peak(first_pass) < 1.1 * second  # the last one's graph, and the vectors of all
+    assert whole > second  # and all passages at once would take more
+    # the last one's graph, and the vectors of all
+    assert peak(lambda: represent(engine, batches, passes)) < 1.1 * second
 
 
-def test_joined_micro_batches_have_about_as_many_tokens_as_the_group_size_allows(monkeypatch):
-    """Many short texts and a few long ones: joined with 11 others, the longest micro-batch would
-    pad all to its length."""
-    random, size, budget = np.random.default_rng(0), 12, 5120
+@pytest.mark.parametrize("size", [1, 12])
+@pytest.mark.parametrize("padded", [True, False])
+def test_passes_of_a_step_have_all_texts_within_the_tokens_of_micro_batches(padded, size):
+    """Many short passages and a few long ones, in micro-batches by tokens."""
+    random, budget = np.random.default_rng(0), 5120
     lengths = np.clip(random.lognormal(3.3, 0.8, 1024), 5, 512).astype(int)
     partition = partition_by_tokens(np.full(1024, 8), lengths[:, None], budget, 1)
     encoder, engine = tiny_encoder().train(), Engine(device="cpu")
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
-    engine.no_grad_group_size = size
-    ids = RowIds(torch.arange(1024).unsqueeze(1), torch.arange(1024).unsqueeze(1))
+    engine.padded = padded
+    ids = torch.arange(1024).unsqueeze(1)
     batches = [
         MicroBatch(
             pad([np.full(8, 6)] * len(pairs), 0),
             pad([np.full(length, 7) for length in lengths[pairs]], 0),
-            RowIds(ids.columns[pairs], ids.positives[pairs]),
+            RowIds(ids[pairs], ids[pairs]),
             [str(pair) for pair in pairs],
         )
         for pairs in partition
     ]
-    passes = []
-
-    def encode(batch: MicroBatch):
-        passes.append(batch)
-        return torch.zeros(len(batch.query_ids), 32), torch.zeros(len(batch.query_ids), 1, 32)
-
-    monkeypatch.setattr(engine, "encode", encode)
-    rows = represent(engine, batches)
-    assert [len(queries) for queries, *_ in rows] == sizes(batches)
-    assert len(passes) < len(batches) / 2
-    assert max(map(padded_tokens, passes)) < 1.2 * size * budget
-    whole = engine.join(batches[:size])
-    assert padded_tokens(whole) > 3 * size * budget  # negative control
+    passes = engine.passes(batches, size=size)
+    assert torch.cat([each.rows for each in passes]).sort().values.tolist() == list(range(2048))
+    texts = [row for batch in batches for row in rows_of(batch.queries)]
+    texts += [row for batch in batches for row in rows_of(batch.passages)]
+    for number, each in enumerate(passes):
+        assert each.number == number
+        assert each.texts.count(padded) <= size * budget
+        assert each.side == int(each.rows[0] >= 1024) == int(each.rows[-1] >= 1024)
+        assert [texts[row] for row in each.rows.tolist()] == rows_of(each.texts)
+    # close to the fewest possible; one for each side of each micro-batch would be more
+    fewest = sum(sum(map(len, rows_of(each.texts))) for each in passes) / (size * budget)
+    assert len(passes) <= math.ceil(1.2 * fewest) + 2 < 2 * len(batches)
     engine.close()
 
 
-def test_joined_micro_batches_are_padded_at_the_ends_of_texts(data):
-    *_, (batches,), encoder = run_steps("grad_cache", data, count=1)
-    engine = Engine(device="cpu")
-    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
-    joined = engine.join(batches[:2]).passages
-    length = joined.input_ids.shape[1]
-    parts = [batch.passages for batch in batches[:2]]
-    assert length == max(part.input_ids.shape[1] for part in parts)
-    masks = [F.pad(p.attention_mask, (0, length - p.input_ids.shape[1])) for p in parts]
-    assert torch.equal(joined.attention_mask, torch.cat(masks))
-    padding = joined.input_ids[joined.attention_mask == 0]
-    assert (padding == encoder.passage_tower.tokenizer.pad_token_id).all()
+def rows_of(texts) -> list[list[int]]:
+    """Return the token ids of each text, without padding."""
+    return [
+        row[mask > 0].tolist()
+        for row, mask in zip(texts.input_ids, texts.attention_mask, strict=True)
+    ]
 
 
 def test_all_methods_that_partition_a_step_are_tested():

@@ -44,7 +44,7 @@ def test_without_a_terminal_each_20th_of_a_run_has_a_line(data, tmp_path, capsys
         ("grad_accum", {}, [25, 50, 75]),
         ("grad_cache", {}, [7, 13, 20, 40, 60, 80]),  # 1 for a first pass, 3 for a second one
         ("cont_cache", {"replay.share": 0.5, "model.dropout": 0}, None),
-        ("in_batch", {"batch.micro_batch_size": 16}, []),
+        ("in_batch", {"batch.micro_batch_size": 16}, [50]),  # after the queries
     ],
 )
 def test_a_long_step_has_lines(method, changes, parts, tmp_path, monkeypatch, capsys):
