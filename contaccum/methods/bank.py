@@ -52,7 +52,7 @@ class BankLogits(NamedTuple):
     positive: Tensor
     """Logit of each current query and its positive, (b,)."""
     over_current: Tensor
-    """Log-sum-exp of each bank query over the current passages, (M,)."""
+    """Logits of the bank's queries and the current passages, (M, b (1 + H)), without graph."""
     current: Tensor
     """Logits of the current queries and passages, (b, b (1 + H)), without graph."""
     stored: Tensor
@@ -191,33 +191,32 @@ class Bank:
         self.stored = min(self.size, self.stored + b)
         self.pushed += b
         if self.sums is not None:
-            over_columns = row_logits = None
-            # the usual case: one piece, and the bank stores all passages of a pair
-            if in_loss is not None and len(pieces) == 1 and passages.shape[1] == self.per_slot:
+            column_logits = row_logits = None
+            # the usual case: the bank stores all passages of a pair
+            if in_loss is not None and passages.shape[1] == self.per_slot:
                 assert in_loss.pointer == self.pointer, "the loss was computed before another push"
-                over_columns = in_loss.over_current
+                column_logits = in_loss.over_current.unflatten(1, (b, self.per_slot))
+                current = in_loss.current.unflatten(1, (b, self.per_slot))
                 row_logits = in_loss.stored.new_empty(b, self.stored, self.per_slot)
                 row_logits[:, :stored_before] = in_loss.stored.unflatten(
                     1, (stored_before, self.per_slot)
                 )
-                row_logits[:, pieces[0][0]] = in_loss.current.unflatten(1, (b, self.per_slot))
+                for slots, rows in pieces:
+                    row_logits[:, slots] = current[:, rows]
             self.sums.overwrite(
-                [slots for slots, _ in pieces], self.stored, over_columns, row_logits
+                [slots for slots, _ in pieces], self.stored, column_logits, row_logits
             )
         self.pointer = (self.pointer + b) % self.size
 
     def _pieces(self, b: int) -> list[tuple[slice, slice]]:
-        """Divide b new pairs at the end of the ring and at the ends of the blocks of ``sums``.
+        """Divide b new pairs at the end of the ring.
 
         Returns the slots and the rows of the push of each piece.
         """
-        width = self.size if self.sums is None else self.sums.width
-        pieces, row = [], 0
-        while row < b:
-            start = (self.pointer + row) % self.size
-            count = min(b - row, width - start % width, self.size - start)
-            pieces.append((slice(start, start + count), slice(row, row + count)))
-            row += count
+        count = min(b, self.size - self.pointer)
+        pieces = [(slice(self.pointer, self.pointer + count), slice(0, count))]
+        if count < b:
+            pieces.append((slice(0, b - count), slice(count, b)))
         return pieces
 
     def _logits(self, rows: slice, slots: slice) -> Tensor:

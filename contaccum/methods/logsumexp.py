@@ -19,7 +19,7 @@ for each row.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -71,25 +71,30 @@ class CachedLogSumExp:
         self,
         pieces: list[slice],
         fill: int,
-        over_columns: Tensor | None = None,
+        column_logits: Tensor | None = None,
         row_logits: Tensor | None = None,
     ) -> None:
         """Update the table after a push overwrote the slots in ``pieces``, in this order.
 
-        Each piece is in one block.
-
-        fill: number of filled slots after the push. over_columns: log-sum-exp of each row that was
-        filled before the push over the columns of the push; only if there is one piece. row_logits:
-        logits of the b pushed queries and all stored passages, (b, fill, 1 + H). None: compute
-        them.
+        fill: number of filled slots after the push. column_logits: logits of the r rows that were
+        filled before the push and the b pushed slots, (r, b, 1 + H). row_logits: logits of the b
+        pushed queries and all stored passages, (b, fill, 1 + H). None: compute them.
         """
-        for slots in pieces:
-            if slots.start % self.width == 0:
-                self._open(slots.start // self.width, fill)
-            self._save(self.new)
-            added = self._over(slots, fill) if over_columns is None else over_columns
-            new = self.new[: len(added)]
-            torch.logaddexp(new, added, out=new)
+        pushed = 0  # number of slots that are in the sums
+        for piece in pieces:
+            for slots in self._of_blocks(piece):
+                if slots.start % self.width == 0:
+                    self._open(slots.start // self.width, fill)
+                self._save(self.new)
+                count = slots.stop - slots.start
+                added = (
+                    self._over(slots, fill)
+                    if column_logits is None
+                    else column_logits[:, pushed : pushed + count].logsumexp((1, 2))
+                )
+                new = self.new[: len(added)]
+                torch.logaddexp(new, added, out=new)
+                pushed += count
         stop, row = pieces[-1].stop, 0
         for slots in pieces:
             count = slots.stop - slots.start
@@ -124,6 +129,14 @@ class CachedLogSumExp:
             part.copy_(before)
         self._before = []
         self.groups_overwritten = self._groups_before
+
+    def _of_blocks(self, slots: slice) -> Iterator[slice]:
+        """Divide slots at the ends of the blocks."""
+        start = slots.start
+        while start < slots.stop:
+            stop = min(slots.stop, (start // self.width + 1) * self.width)
+            yield slice(start, stop)
+            start = stop
 
     def _save(self, part: Tensor) -> None:
         """Keep a copy of a part of the table that is about to be overwritten."""

@@ -153,19 +153,23 @@ class InfoNCE:
             computed = None
             if bank is not None and stored is not None and stored.queries is not None:
                 # (M, b (1 + H)) -> (M,)
-                over_current = self.similarity.logsumexp(stored, current).values
-                negatives = torch.stack([over_current, bank.logsumexp()]).logsumexp(0)  # (M,)
+                over_current = self.similarity.logsumexp(stored, current)
+                negatives = torch.stack([over_current.values, bank.logsumexp()]).logsumexp(0)
                 log_likelihood = (
                     log_likelihood + F.logsigmoid(stored.positive_logits - negatives).sum()
                 )
                 rows_in_sum += bank.fill
                 rows_that_count += bank.weighted_rows
                 with_current, with_stored = blocks[0].logits, blocks[1].logits
-                if with_current is not None and with_stored is not None:
+                if (
+                    with_current is not None
+                    and with_stored is not None
+                    and over_current.logits is not None
+                ):
                     computed = BankLogits(
                         pointer=bank.pointer,
                         positive=current.positive_logits.detach(),
-                        over_current=over_current.detach(),
+                        over_current=over_current.logits,
                         current=with_current,
                         stored=with_stored,
                     )

@@ -168,3 +168,26 @@ def test_a_bank_adds_few_device_operations(size, pairs, monkeypatch):
     ):  # negative control: smaller chunks need more operations
         monkeypatch.setattr(similarity, "CHUNK", similarity.CPU_CHUNK // 8)
         assert count("cont_accum", size, pairs, 0.0)["mean"] - plain > 70
+
+
+def test_pushes_of_unequal_size_reuse_the_logits_of_the_loss(monkeypatch):
+    """Also across the ends of the bank's blocks of partial sums and of the ring."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2] / "benchmarks")])
+    from launches import Count
+
+    most = {}
+    for reused in (True, False):
+        loss, counts = InfoNCE(0.1), []
+        bank = make_bank(200, DIM, loss, push=8, device=META)
+        for b in (8, 11, 9, 14, 10, 13) * 8:
+            ids = torch.arange(b).unsqueeze(1)
+            queries, passages = (
+                torch.empty(b, DIM, device=META),
+                torch.empty(b, 1, DIM, device=META),
+            )
+            value = loss(queries, passages, RowIds(ids, ids), bank)
+            with Count() as count:
+                bank.push(queries, passages, RowIds(ids, ids), value.computed if reused else ())
+            counts.append(count.operations)
+        most[reused] = max(counts[-18:])
+    assert most[True] <= 85 < 95 < most[False]
