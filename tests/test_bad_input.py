@@ -226,6 +226,9 @@ FILES: list[tuple[str, object, str, str]] = [
      "d/queries.jsonl: is empty; it must have at least a query"),
     ("d/queries.jsonl", None, "data check d",
      "d: queries.jsonl not found; a BEIR folder has corpus.jsonl"),
+    ("d/qrels/faq.csv", "question,answer\nwhy,so\n", "data check d/qrels",
+     "d/qrels: corpus.jsonl not found; a BEIR folder has corpus.jsonl, queries.jsonl and "
+     'qrels/<split>.tsv. To read its tables, give "hub:d/qrels?query=COLUMN&pos=COLUMN"'),
     ("d/qrels/test.tsv", QRELS[:25], "data check d",
      "d/qrels/test.tsv: has no valid judgement; a split needs at least one"),
     ("d/qrels/test.tsv", "", TO_EVALUATE_A_RUN,

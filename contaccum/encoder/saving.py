@@ -10,6 +10,7 @@ model/
     router_config.json
     config_sentence_transformers.json
     contaccum.json      EncoderSettings, and the SHA-256 of each file with weights
+    README.txt          only with two towers: which calls of sentence-transformers use which tower
 """
 
 import os
@@ -26,11 +27,15 @@ from contaccum.encoder.backbone import quiet_transformers
 from contaccum.encoder.folders import POOLING_FLAGS, SETTINGS_FILE, TOWERS, WEIGHTS, EncoderSettings
 from contaccum.encoder.tower import Tower
 from contaccum.errors import InputError
-from contaccum.runtime.files import sha256_of, write_json
+from contaccum.runtime.files import sha256_of, write_json, write_text
 from contaccum.runtime.sharding import full, is_sharded, save_full
 
 # package of the module classes; old and new versions accept this name
 MODULES = "sentence_transformers.models."
+TWO_TOWERS = """\
+This model has two towers. In sentence-transformers, encode queries with model.encode_query and
+passages with model.encode_document; plain model.encode uses the passage tower.
+"""
 
 
 def save_encoder(
@@ -70,6 +75,8 @@ def save_encoder(
     }
     write_json(folder / "router_config.json", router)
     _write_model(folder, {"": "Router"}, settings, "document")
+    if not tied:
+        write_text(folder / "README.txt", TWO_TOWERS)
     hashes = {
         path.relative_to(folder).as_posix(): sha256_of(path)
         for path in sorted(folder.rglob("*.safetensors"))

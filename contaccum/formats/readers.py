@@ -57,9 +57,12 @@ def beir_file(folder: Path, name: str) -> Path:
             return path
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
+    hint = ""
+    if any(folder.glob("*.csv")) or any(folder.glob("*.parquet")):
+        hint = f'. To read its tables, give "hub:{folder}?query=COLUMN&pos=COLUMN"'
     raise InputError(
         f"{folder}: {name} not found; a BEIR folder has corpus.jsonl, queries.jsonl and "
-        "qrels/<split>.tsv"
+        f"qrels/<split>.tsv{hint}"
     )
 
 

@@ -200,6 +200,13 @@ class Training:
         self.log.say(
             f"training: {self.total - self.done} updates of {pairs} pairs with {config.method}"
         )
+        settings = self.encoder.settings
+        self.log.say(
+            f"{settings.pooling} pooling, {settings.similarity} similarity, "
+            f"{'one tower' if settings.tie_towers else 'two towers'}, at most "
+            f"{settings.max_query_length} tokens per query and {settings.max_passage_length} per "
+            "passage"
+        )
         self.log.say(automatic.description(config))
 
     def resume(

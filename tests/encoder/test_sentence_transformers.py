@@ -63,6 +63,7 @@ def test_root_folder_is_one_router_model(pooling, similarity, tie, tmp_path):
         for name in ("query_encoder", "passage_encoder")
     ]
     assert weights[0].samefile(weights[1]) == tie
+    assert (tmp_path / "model" / "README.txt").exists() != tie
     assert len(list(theirs.parameters())) == len(list(ours.parameters()))
 
 
