@@ -410,17 +410,17 @@ class Trainee:
         queries, passages = self.lengths
         world, padded = self.engine.world, self.engine.padded
         return self._micro_batches(
-            partition_by_tokens(queries, passages[:, None], budget, world, padded)
+            partition_by_tokens(queries, passages[:, None], budget, world, padded), budget
         )
 
-    def _micro_batches(self, partition: list[np.ndarray]) -> list[MicroBatch]:
+    def _micro_batches(self, partition: list[np.ndarray], budget: int = 0) -> list[MicroBatch]:
         sides, pad_id = self._tokens(), self.encoder.query_tower.tokenizer.pad_token_id
         batches = []
         for rows in partition:
             own = np.split(rows, self.engine.world)[self.engine.rank]
             queries, passages = (pad([side[row] for row in own], pad_id) for side in sides)
             ids = torch.from_numpy(rows).unsqueeze(1)
-            batches.append(MicroBatch(queries, passages, RowIds(ids, ids), [""] * len(own)))
+            batches.append(MicroBatch(queries, passages, RowIds(ids, ids), [""] * len(own), budget))
         return batches
 
     def operations(self) -> float:

@@ -8,18 +8,28 @@ launch several kernels. A micro-step consists of the loss, its backward pass and
 micro-batch, without masked pairs. For in_batch, grad_cache and cont_cache, it is a step of 8
 micro-batches, divided by 8. Some pushes open a block of log-sum-exps; the mean is over one turn of
 the ring.
+
+The second table counts a whole step with a BERT of 12 layers: 64 pairs, queries of 8 to 32 and
+passages of 64 to 256 tokens, micro-batches of at most 2,560 tokens, without padding. Attention
+without padding counts as one operation, as on a GPU.
 """
 
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from common import TEMPERATURE, fill, make_parser, publish, table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import BertConfig, BertModel
 
 from contaccum.batch import MicroBatch, RowIds, Tokens
+from contaccum.data.batches import pad, partition_by_tokens
+from contaccum.encoder import DualEncoder, EncoderSettings, Tower, kernels
+from contaccum.encoder.tokenizer import wordpiece_tokenizer
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.loss import InfoNCE
@@ -129,6 +139,53 @@ def count(method: str, size: int, pairs: int, decay: float) -> dict[str, Any]:
     }
 
 
+class OnMeta(DualEncoder):
+    """Encoder on the meta device that takes texts on the CPU."""
+
+    def embed(self, tower: Tower, tokens: Tokens) -> Tensor:
+        return super().embed(tower, tokens.to(META))
+
+
+def attend_once(inputs: Any, dropout: float, scaling: float | None, *bounds: Any) -> Tensor:
+    output = F.scaled_dot_product_attention(*inputs, scale=scaling)
+    return output.squeeze(0).transpose(0, 1)  # (tokens, heads, width)
+
+
+def count_step(method: str, tied: bool, layers: int, pairs: int = 64) -> dict[str, Any]:
+    """Return the number of micro-batches and of operations of a step, encoder included."""
+    kernels.by_length = attend_once
+    random = np.random.default_rng(0)
+    lengths = random.integers(8, 33, pairs), random.integers(64, 257, pairs)
+    config = BertConfig(
+        hidden_size=64, num_attention_heads=2, intermediate_size=256, num_hidden_layers=layers
+    )
+    tokenizer = wordpiece_tokenizer([], 5)
+    with META:
+        towers = [Tower(BertModel(config), tokenizer, "mean") for _ in range(2 - tied)]
+    encoder = OnMeta(towers[0], towers[-1], EncoderSettings(tie_towers=tied)).train()
+    encoder.set_dropout(0.0)
+    encoder.set_attention("auto", unpad=True)
+    engine = Engine(device="cpu")
+    engine.prepare(encoder, None)  # type: ignore[arg-type]
+    batches = []
+    for rows in partition_by_tokens(lengths[0], lengths[1][:, None], 2560, 1, padded=False):
+        ids = torch.from_numpy(rows).unsqueeze(1)
+        texts = (pad([np.ones(length) for length in side[rows]], 0) for side in lengths)
+        batches.append(MicroBatch(*texts, RowIds(ids, ids), [""] * len(rows), 2560))
+    loss = InfoNCE(TEMPERATURE)
+    push = pairs if method in WHOLE_STEP else len(batches[0].query_ids)
+    options = BankOptions(columns_only=method == "passage_bank")
+    bank = Bank(
+        0 if method in BANKLESS else 1024, 64, loss.similarity, options, push=push, device=META
+    )
+    if bank.size:
+        fill(bank, push)
+    with Count() as counter:
+        METHODS[method](engine, batches, bank, loss)
+    found = {"method": method, "towers": "tied" if tied else "untied"}
+    return {**found, "micro_batches": len(batches), "operations": counter.operations}
+
+
 def main() -> None:
     args = make_parser(__doc__, model=False).parse_args()
     sizes, micro = ((1024,), (8,)) if args.quick else ((1024, 16_384, 131_072), (8, 64))
@@ -151,12 +208,22 @@ def main() -> None:
         ]
         for row in results
     ]
+    steps = [
+        count_step(method, tied, layers=1 if args.quick else 12)
+        for method in METHODS
+        if method != "in_batch"
+        for tied in (False, True)
+    ]
+    whole = [[*step.values()] for step in steps]
     heads = ["method", "M", "B", "age decay", "no opening", "opening", "mean", "over grad_accum"]
     publish(
         args,
         "Device operations of a micro-step outside the encoder",
-        [table(heads, rows)],
-        {"rows": results},
+        [
+            table(heads, rows),
+            table(["method", "towers", "micro-batches", "operations of a step"], whole),
+        ],
+        {"rows": results, "steps": steps},
     )
 
 

@@ -1,7 +1,7 @@
 """Micro-batches (token ids and passage ids), and batches with a maximum number of tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -147,6 +147,7 @@ class MicroBatch:
     passages: Tokens  # (B * (1 + H), length), pair by pair, the positive first
     ids: RowIds  # (W * B, ...)
     query_ids: list[str]
+    budget: int = 0  # maximum of tokens of a pass; 0: those of the largest micro-batch
 
     @property
     def tokens(self) -> int:
@@ -158,13 +159,12 @@ class MicroBatch:
 
         The ids stay on the CPU, where masks are computed.
         """
-        return MicroBatch(
-            self.queries.to(device), self.passages.to(device), self.ids, self.query_ids
-        )
+        queries, passages = self.queries.to(device), self.passages.to(device)
+        return replace(self, queries=queries, passages=passages)
 
     def pinned(self) -> "MicroBatch":
         """Return a copy whose texts are in page-locked memory."""
-        return MicroBatch(self.queries.pinned(), self.passages.pinned(), self.ids, self.query_ids)
+        return replace(self, queries=self.queries.pinned(), passages=self.passages.pinned())
 
 
 def step_ids(micro_batches: Sequence[MicroBatch]) -> RowIds:

@@ -220,7 +220,9 @@ class Batches:
         """Return the micro-batches of step ``step``. size: used instead of ``self.size``."""
         rows = self._sampler(step)
         size = size or self.size
+        budget = 0
         if self._form.micro_batch_tokens:
+            budget = size
             # the lengths of all texts determine the partition, also those of other processes
             tokens = self._tokens(rows, np.arange(len(rows.queries)))
             partition = self._partition_by_tokens(tokens, size)
@@ -228,7 +230,7 @@ class Batches:
             partition = partition_by_pairs(len(rows.queries), size, self._form.world)
             local = np.concatenate([self._form.local(pairs) for pairs in partition])
             tokens = self._tokens(rows, local)
-        return [self._micro_batch(rows, tokens, pairs) for pairs in partition]
+        return [self._micro_batch(rows, tokens, pairs, budget) for pairs in partition]
 
     def rows_of(self, step: int, size: int | None = None) -> list[int]:
         """Return the number of pairs of each micro-batch of a step, summed over all processes."""
@@ -266,7 +268,7 @@ class Batches:
         return tokens
 
     def _micro_batch(
-        self, rows: StepRows, tokens: dict[int, _PairTokens], pairs: np.ndarray
+        self, rows: StepRows, tokens: dict[int, _PairTokens], pairs: np.ndarray, budget: int
     ) -> MicroBatch:
         form = self._form
         local = form.local(pairs)
@@ -293,4 +295,5 @@ class Batches:
             ids,
             # all at once, because one id at a time takes 20 times as long
             list(self._query_ids[rows.queries[local].tolist()]),
+            budget,
         )

@@ -192,7 +192,7 @@ class Engine(Processes):
     ) -> list[Pass]:
         """Divide this process's texts of a step into passes of each tower.
 
-        A pass has at most as many tokens as the largest micro-batch, times ``size``. The last pass
+        A pass has at most as many tokens as a micro-batch may have, times ``size``. The last pass
         is as full as any. rows: numbers of the texts to encode, see ``Pass``. Default: all texts.
         """
         query, passage = self.encoder.query_tower, self.encoder.passage_tower
@@ -205,8 +205,9 @@ class Engine(Processes):
                 Tokens.join(queries, query.tokenizer.pad_token_id),
                 Tokens.join(passages, passage.tokenizer.pad_token_id),
             ]
+        # micro-batches by tokens are as equal as possible, so the largest may be below the budget
         budget = size * max(
-            batch.queries.count(self.padded) + batch.passages.count(self.padded)
+            batch.budget or batch.queries.count(self.padded) + batch.passages.count(self.padded)
             for batch in micro_batches
         )
         found: list[Pass] = []

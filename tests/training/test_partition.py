@@ -366,6 +366,7 @@ def test_passes_of_a_step_have_all_texts_within_the_tokens_of_micro_batches(padd
             pad([np.full(length, 7) for length in lengths[pairs]], 0),
             RowIds(ids[pairs], ids[pairs]),
             [str(pair) for pair in pairs],
+            budget,
         )
         for pairs in partition
     ]
