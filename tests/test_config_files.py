@@ -52,96 +52,6 @@ def test_sound_config_gets_as_far_as_its_data(written, capsys):
         assert "nowhere" in refused(capsys, "train", "--config", written(text))
 
 
-BOMB = "a0: &a0 [x]\n" + "".join(
-    f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9)
-)
-MIXTURE = "data:\n  mixture: [{}]\n"
-FILES: list[tuple[str | bytes, str]] = [
-    ("", "c.yaml: is empty, expected YAML with settings, such as 'seed: 1'"),
-    ("\n- a\n- b\n", "c.yaml:2: found a list, expected settings"),
-    ("hello\n", "c.yaml:1: found 'hello', expected settings"),
-    ("5\n", "c.yaml:1: found 5, expected settings"),
-    ("batch:\n\tmicro_batch_size: 2\n",
-     "c.yaml:2: not valid YAML (found character '\\t' that cannot start any token)"),
-    ("method cont_accum\nseed: 1\n", "c.yaml:2: not valid YAML"),
-    (b"method: \xff\n", "c.yaml: byte 8 is not UTF-8, expected YAML"),
-    (b"method: \0\n", "c.yaml: not usable YAML"),
-    ("a: " + "[" * 99_000 + "]" * 99_000, "c.yaml: not usable YAML"),
-    (BOMB, "c.yaml:1: a0: no such setting"),
-    ("output_dir: !secret x\n",
-     "c.yaml:1: not valid YAML (could not determine a constructor for the tag '!secret')"),
-    ("output_dir: !!python/object/apply:os.mkdir [x]\n", "c.yaml:1: not valid YAML"),
-    ("seed: " + "9" * 5000 + "\n", "c.yaml: not usable YAML"),
-    # names
-    ("seed: 1\nconfig: other.yaml\n", "c.yaml:2: config: no such setting"),
-    ("model: {class_path: x}\n", "c.yaml:1: model.class_path: no such setting"),
-    ("bank: {sise: 4}\n", "c.yaml:1: bank.sise: no such setting; did you mean bank.size?"),
-    ("optm:\n  epochs: 1\n", "c.yaml:2: optm.epochs: no such setting; did you mean optim.epochs?"),
-    ("bank: 5\n", "c.yaml:1: bank is 5, expected a group of settings, such as bank.size"),
-    ("seed: 1\nbank: [1]\n",
-     "c.yaml:2: bank is [1], expected a group of settings, such as bank.size"),
-    ("format_version: 2\n", "c.yaml:1: format_version is 2, expected 1"),
-    # a setting twice
-    ("seed: 1\nseed: 2\n",
-     "c.yaml:2: duplicate setting 'seed' (first in line 1); give each setting once"),
-    ("bank: {size: 4}\nbank: {size: 4}\n",
-     "c.yaml:2: duplicate setting 'bank.size' (first in line 1)"),
-    ("optim.epochs: 1\noptim: {epochs: 2}\n",
-     "c.yaml:2: duplicate setting 'optim.epochs' (first in line 1)"),
-    ("run:\n  device: cpu\n  tf32: true\n  device: auto\n",
-     "c.yaml:4: duplicate setting 'run.device' (first in line 2)"),
-    # values
-    ("seed:", "c.yaml:1: seed is null, expected a whole number (at least 0)"),
-    ("seed: ''\n", "c.yaml:1: seed is '', expected a whole number (at least 0)"),
-    ("run: {tf32: 1}\n", "c.yaml:1: run.tf32 is 1, expected true or false"),
-    ("bank: {size: true}\n",
-     "c.yaml:1: bank.size is true, expected a whole number (at least 0), or null"),
-    ("bank: {size: [4]}\n", "c.yaml:1: bank.size is [4], expected a whole number"),
-    ("bank: {size: -4}\n", "c.yaml:1: bank.size is -4, expected at least 0"),
-    ("model: {temperature: 0}\n", "c.yaml:1: model.temperature is 0, expected more than 0"),
-    ("optim: {warmup_ratio: 2}\n", "c.yaml:1: optim.warmup_ratio is 2, expected from 0 to 1"),
-    ("optim: {learning_rate: .nan}\n",
-     "c.yaml:1: optim.learning_rate is nan, expected a finite number"),
-    ("optim: {learning_rate: .inf}\n",
-     "c.yaml:1: optim.learning_rate is inf, expected a finite number"),
-    ("run: {metric: 7}\n", "c.yaml:1: run.metric is 7, expected text; write it in quotes"),
-    ("data:\n  train: {a: 1}\n", "c.yaml:2: data.train is a mapping, expected text"),
-    ("run: {trackers: [[]]}\n", "c.yaml:1: run.trackers is a list, expected a list of texts"),
-    # data.mixture
-    (MIXTURE.format("{train: a, weightt: 3}"),
-     "c.yaml:2: data.mixture[0].weightt: no such setting; did you mean weight?"),
-    (MIXTURE.format("{train: a}, {train: b, weight: heavy}"),
-     "c.yaml:2: data.mixture[1].weight is 'heavy', expected a number (more than 0), or null"),
-    (MIXTURE.format("{train: a, train: b}"),
-     "c.yaml:2: not valid YAML (duplicate key 'train', first in line 2)"),
-    (MIXTURE.format("scifact"),
-     "c.yaml:2: data.mixture[0] is 'scifact', expected a mapping with train, split, weight"),
-    ("data: {mixture: scifact}\n",
-     "c.yaml:1: data.mixture is 'scifact', expected a list of mappings with train, split"),
-]  # fmt: skip
-"""Content of a config file -> the sentence that refuses it."""
-
-
-@pytest.mark.parametrize(("text", "sentence"), FILES, ids=lambda value: str(value)[:40])
-def test_wrong_config_file_is_refused_with_file_and_line(text, sentence, written, capsys):
-    assert refused(capsys, "train", "--config", written(text)).startswith(sentence)
-    assert not Path("out").exists()
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda path: None, "c.yaml: cannot be read (No such file or directory)"),
-        (lambda path: path.mkdir(), "c.yaml: cannot be read (Is a directory)"),
-        (lambda path: path.symlink_to(path.name), "c.yaml: cannot be read (Too many levels"),
-    ],
-)
-def test_path_that_is_no_file_is_refused(make, words, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make(Path("c.yaml"))
-    assert refused(capsys, "train", "--config", "c.yaml").startswith(words)
-
-
 VALUES = [
     ("bank.size", "many", "expected a whole number (at least 0), or null"),
     ("bank.size", "4.5", "expected a whole number (at least 0), or null"),
@@ -180,22 +90,6 @@ def test_wrong_value_is_answered_with_the_allowed_values(name, value, words, wri
 def test_empty_value_is_answered_with_the_allowed_values(name, capsys):
     """As --seed "$SEED" without SEED."""
     assert refused(capsys, "train", f"--{name}", "").startswith(f"--{name} is '', expected a")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["search", "--model", "m", "--data", "d", "--query", "q", "--k", "0"],
-         "--k is 0, expected at least 1"),
-        (["evaluate", "--model", "m", "--data", "d", "--processes", "x"],
-         "--processes is 'x', expected a whole number"),
-        (["compare", "--config", "c.yaml", "--seeds", "0"], "--seeds is 0, expected at least 1"),
-        (["compare", "--config", "c.yaml", "--seed", "-1"], "--seed is -1, expected at least 0"),
-    ],
-)  # fmt: skip
-def test_wrong_value_of_other_commands_is_refused(arguments, words, written, capsys):
-    written(SOUND)
-    assert refused(capsys, *arguments).startswith(words)
 
 
 @pytest.mark.parametrize(
@@ -288,32 +182,3 @@ def test_every_setting_says_what_it_accepts():
         for command in COMMANDS.values()
         for declared in command.settings().values()
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (
-            ["report"],
-            "contaccum report: the following arguments are required: RUNS; contaccum report --help "
-            "lists",
-        ),
-        (["merge"], "contaccum merge: the following arguments are required: MODEL, OUTPUT;"),
-        (["data", "convert", "a"],
-         "contaccum data convert: the following arguments are required: TARGET, --to;"),
-        (["encode", "--model", "x"],
-         "contaccum encode: the following arguments are required: --input, --output;"),
-        (["train", "--seed"], "contaccum train: argument --seed: expected one argument;"),
-        (["train", "seed"], "contaccum train: unexpected argument 'seed';"),
-        (["train", "--resume", "true"], "--resume takes no value, but got 'true'"),
-        (["train", "--data", "x"],
-         "--data is a group of settings, expected one of them, such as --data."),
-        (["data", "convertt", "a"],
-         "contaccum data convertt: no such command; did you mean contaccum data convert?"),
-        (["searchh"], "contaccum searchh: no such command; did you mean contaccum search?"),
-        (["fly"], "contaccum fly: no such command; contaccum --help lists the commands"),
-        (["data"], "no command was given; contaccum data --help lists the commands"),
-    ],
-)  # fmt: skip
-def test_incomplete_or_misspelt_call_is_answered_with_what_is_missing(arguments, words, capsys):
-    assert refused(capsys, *arguments).startswith(words)

@@ -186,45 +186,10 @@ def test_utf_16_is_recognized(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("1\t20\t30\n2\t21\t31\n", "found only ids"),  # qidpidtriples.train.tsv
-        ("q1\td20\td30\nq2\td21\td31\n", "found only ids"),
-        ("q1\td20\t1\nq2\td21\t0\n", "found only ids"),  # qrels
-        ("1\t20\n2\t21\n", "found only ids"),
-        ("what is x\tit is y\tit is z\n", "the first column has texts"),  # triples.train.tsv
-    ],
-)
-@pytest.mark.parametrize(
-    "command", ["data check {}", "mine --model bm25 --data {d} --corpus {} --output o"]
-)
-def test_triples_and_judgements_are_no_corpus(content, said, command, tmp_path, capsys):
-    path = write(tmp_path / "triples.tsv", content)
-    words = command.format(path, d=write(tmp_path / "pairs.jsonl", lines(*PAIRS))).split()
-    assert f"{path}:1: {said}" in said_by(capsys, *words)
-
-
-@pytest.mark.parametrize(
     "content", ["1\tone\tT\n2\ttwo 2\tT2\n", "1\t7 is a prime\t1\n", "d1\tx y\n"]
 )
 def test_short_passages_are_a_corpus(content, tmp_path):
     assert len(open_dataset(write(tmp_path / "p.tsv", content)).corpus) == content.count("\n")
-
-
-@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf", gzip.compress(b"", mtime=0)])
-@pytest.mark.parametrize("name", ["corpus.jsonl", "queries.jsonl", "qrels/test.tsv"])
-def test_an_empty_file_is_called_empty(content, name, tmp_path, capsys):
-    path = write(beir(tmp_path / "d", split="test") / name, content)
-    words = ["evaluate", "--model", "bm25", "--data", str(tmp_path / "d")]
-    assert f"{path}: is empty; it must have at least a " in said_by(capsys, *words)
-
-
-@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.tsv", "x.json"])
-def test_an_empty_file_of_any_format_is_called_empty(name, tmp_path, capsys):
-    path = write(tmp_path / name, "")
-    assert f"{path}: is empty; " in said_by(capsys, "data", "check", str(path))
-    words = ["evaluate", "--model", "bm25", "--questions", str(path), "--passages", str(path)]
-    assert f"{path}: is empty; " in said_by(capsys, *words)
 
 
 # gzipped outputs and odd texts

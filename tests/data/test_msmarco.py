@@ -94,43 +94,6 @@ def test_a_folder_of_raw_files_is_a_data_set(capsys):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "sentence"),
-    [
-        (
-            "collection.tsv",
-            "13",
-            ":5: found 1 columns; each line must be an id without spaces, then a tab, then a text",
-        ),
-        ("collection.tsv", "13\tx\ty", ":5: found 3 columns"),
-        ("collection.tsv", "\tx", ":5: the id is ''"),
-        ("collection.tsv", "1 3\tx", ":5: the id is '1 3'"),
-        ("collection.tsv", "0\tx", ":5: duplicate passage id '0' (first at line 1)"),
-        ("collection.tsv", "13\t ", ":5: passage '13' has an empty text"),
-        ("queries.tsv", "13\t ", ":3: the text of query '13' is empty"),
-        ("queries.tsv", "121352\tx", ":3: duplicate query id '121352' (first at line 1)"),
-        ("queries.tsv", "13\ta\0b", ":3: found a NUL byte"),
-    ],
-)
-def test_a_bad_line_is_located(file, line, sentence):
-    with open(file, "a") as written:
-        written.write(f"{line}\n")
-    read = open_corpus if file == "collection.tsv" else open_queries
-    with pytest.raises(InputError) as caught:
-        read(file)
-    assert file + sentence in str(caught.value)
-
-
-@pytest.mark.parametrize("header", ["pid\tpassage", "docid\ttext", "id\ttext"])
-def test_a_header_is_no_passage(header):
-    Path("collection.tsv").write_text(f"{header}\n{lines(PASSAGES)}")
-    with pytest.raises(InputError, match=r"collection.tsv:1: found the header .* Delete the line"):
-        open_corpus("collection.tsv")
-    Path("collection.tsv").write_text(f"\n{header}\n{lines(PASSAGES)}")
-    with pytest.raises(InputError, match=r"collection.tsv:2: found the header .* Delete the line"):
-        open_corpus("collection.tsv")
-
-
 @pytest.mark.parametrize(("name", "hinted"), [("faq.csv", True), ("faq.txt", False)])
 def test_a_csv_of_other_columns_is_answered_with_the_way_to_read_it(name, hinted, tmp_path):
     path = tmp_path / name

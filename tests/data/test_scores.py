@@ -73,46 +73,6 @@ def test_scores_of_both_formats_are_read_on_request(form, tmp_path):
     assert all(example.scores is None for example in read_examples(path))
 
 
-@pytest.mark.parametrize(
-    ("form", "change", "sentence"),
-    [
-        (
-            "jsonl",
-            {"neg_scores": [1, 2]},
-            "found scores for 1 of 1 positives and 2 of 3 negatives; give every passage one score",
-        ),
-        ("jsonl", {"neg_scores": None}, "found scores for 1 of 1 positives and 0 of 3 negatives"),
-        ("jsonl", {"pos_scores": []}, "found scores for 0 of 1 positives and 3 of 3 negatives"),
-        (
-            "jsonl",
-            {"pos_scores": [float("nan")]},
-            "pos_scores[0]: found the number nan; a score must be a finite number",
-        ),
-        ("jsonl", {"neg_scores": [1, 2, float("inf")]}, "neg_scores[2]: found the number inf"),
-        ("jsonl", {"neg_scores": [1, 2, 1e39]}, "neg_scores[2]: found the number 1e+39"),
-        ("jsonl", {"neg_scores": [1, None, 3]}, "neg_scores[1]: found null"),
-        ("jsonl", {"neg_scores": [1, True, 3]}, "neg_scores[1]: found true or false"),
-        ("jsonl", {"pos_scores": 3}, "field 'pos_scores' is the number 3; it must be a list"),
-        ("tevatron", {"score": None}, "found scores for 1 of 1 positives and 2 of 3 negatives"),
-        (
-            "tevatron",
-            {"score": "high"},
-            "negative_passages[1]: found a string; a score must be a finite number",
-        ),
-    ],
-)
-def test_scores_must_be_one_finite_number_per_passage(form, change, sentence, tmp_path):
-    good, bad = record(2, 1, 3, form), record(3, 1, 3, form)
-    if form == "tevatron":
-        bad["negative_passages"][1] |= change
-    else:
-        bad |= change
-    path = write(tmp_path / "train.jsonl", lines(good, bad))
-    with pytest.raises(InputError, match=re.escape(f"{path}:2") + ".*" + re.escape(sentence)):
-        open_train_set(path, hard_negatives=1, scores=True)
-    assert len(open_train_set(path, hard_negatives=1).queries) == 2  # nobody asked
-
-
 def check(train_set, hard: int, batches: str = "mixed", steps: int = 12) -> int:
     """Compare each score of a sampler's steps with its two texts; return the number of scores."""
     sampler = make_sampler(train_set, 0, 5, hard, batches)

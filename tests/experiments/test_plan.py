@@ -229,17 +229,3 @@ def test_a_full_disk_ends_the_plan_in_one_sentence(tmp_path, capsys, monkeypatch
     said = capsys.readouterr().err
     assert "No space left on device" in said.strip().splitlines()[-1]
     assert "Traceback" not in said
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--memory", "much"], "--memory is 'much', expected a number above 0"),
-        (["--memory", "4GB", "--methods", "dpr"], "--methods: 'dpr' is unknown"),
-        (["--memory", "4GB", "--methods", "grad_accum", "--data.train", "nowhere"], "nowhere"),
-    ],
-)
-def test_wrong_options_are_named(options, words, capsys):
-    assert main(["plan", *DEMO, *options]) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert words in said[-1]
