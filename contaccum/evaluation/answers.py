@@ -132,16 +132,19 @@ def answer_accuracy(
                 token_string(text) if match == "string" else normalize("NFD", text) for text in read
             ]
             texts = dict(zip(needed, normalized, strict=True))
-        needles = [tokens for answer in question.answers if (tokens := token_string(answer))]
-        patterns = compile_answers(question.answers) if match == "regex" else []
-        unusable += len(question.answers) - len(patterns) if match == "regex" else 0
+        needles: list[str] = []
+        patterns: list[regex.Pattern[str]] = []
+        if match == "string":
+            needles = [tokens for answer in question.answers if (tokens := token_string(answer))]
+        else:
+            patterns = compile_answers(question.answers)
+            unusable += len(question.answers) - len(patterns)
         first_rank = None
         for rank, passage_id in enumerate(passages[key], start=1):
-            if match == "string":
-                answered = any(needle in texts[passage_id] for needle in needles)
-            else:
-                answered = any(matches(pattern, texts[passage_id], key) for pattern in patterns)
-            if answered:
+            text = texts[passage_id]
+            if any(needle in text for needle in needles) or any(
+                matches(pattern, text, key) for pattern in patterns
+            ):
                 first_rank = rank
                 break
         per_query[key] = {

@@ -1,7 +1,6 @@
 """Evaluate a retriever on several data sets, such as BEIR, and make a table of the metrics."""
 
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -11,13 +10,14 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from contaccum.catalog import HUB_PREFIX, NANO, fetch
-from contaccum.catalog.download import FORUMS, MD5
+from contaccum.catalog.download import FORUMS
 from contaccum.catalog.hub_sets import HubName
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.errors import InputError
 from contaccum.evaluation.evaluate import Evaluator, evaluate
 from contaccum.evaluation.metrics import SHOWN, Metrics, read_metrics
+from contaccum.formats.readers import beir_file
 from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, index_settings
 from contaccum.retrieval.shards import saved_dtype
 from contaccum.runtime.files import sha256_of, write_json
@@ -43,54 +43,25 @@ class BenchmarkSet(NamedTuple):
     mean."""
 
 
-def is_benchmark(data: str) -> bool:
-    """Return whether ``data`` names more than one data set."""
-    return len(benchmark_sets(data, "test")) > 1
-
-
 def benchmark_sets(data: str, split: str) -> list[BenchmarkSet]:
     """Return the data sets that ``data`` names.
 
-    data: ``beir``, ``nanobeir``, or names and folders separated by commas.
+    data: ``beir``, ``nanobeir``, or names and folders separated by commas. Spaces around a name and
+    empty names are ignored, as in ``scifact, nfcorpus,``. A name with columns, such as
+    ``hub:owner/name?query=q&pos=p&neg=a,b``, stands alone, because its commas separate columns.
     """
-    if os.path.exists(data):
+    if os.path.exists(data) or "?" in data:
         return [BenchmarkSet(data, split, data)]
     splits: dict[str, str] = {}  # name of a data set -> its split
-    for name in _names(data):
+    for name in filter(None, map(str.strip, data.split(","))):
         splits |= FAMILIES.get(name, {name: split})
     sets = []
     for name, name_split in splits.items():
-        row = Path(name).name if os.path.isdir(name) else name
         if name == "cqadupstack" and len(splits) > 1:
-            sets += [BenchmarkSet(f"{name}/{forum}", name_split, row) for forum in FORUMS]
+            sets += [BenchmarkSet(f"{name}/{forum}", name_split, name) for forum in FORUMS]
         else:
-            sets.append(BenchmarkSet(name, name_split, row))
-    # two folders with the same name would share a row; then each row gets the full path of its data
-    # set
-    sources = set()  # the forums of cqadupstack share a row on purpose, so they count as one
-    for benchmark_set in sets:
-        forum = benchmark_set.row == "cqadupstack" and benchmark_set.data.startswith("cqadupstack/")
-        sources.add((benchmark_set.row, "cqadupstack" if forum else benchmark_set.data))
-    if len({row for row, _ in sources}) < len(sources):
-        return [benchmark_set._replace(row=benchmark_set.data) for benchmark_set in sets]
+            sets.append(BenchmarkSet(name, name_split, name))
     return sets
-
-
-def _names(data: str) -> list[str]:
-    """Split ``data`` at commas between names.
-
-    Keep a comma between columns, as in ``hub:owner/name?query=q&pos=p&neg=a,b``.
-
-    Spaces around a name and empty names are ignored, as in ``scifact, nfcorpus,``.
-    """
-    names: list[str] = []
-    for name in filter(None, map(str.strip, data.split(","))):
-        is_set = name in MD5 or name in FAMILIES or ":" in name or "/" in name
-        if names and names[-1].startswith(HUB_PREFIX) and "?" in names[-1] and not is_set:
-            names[-1] += f",{name}"
-        else:
-            names.append(name)
-    return names
 
 
 def evaluate_benchmark(
@@ -115,11 +86,6 @@ def evaluate_benchmark(
     ``settings.embeddings`` and ``settings.index_dir``. Other arguments: see ``evaluate``.
     """
     model = EncoderConfig.of(model)
-    if output is not None and os.fspath(output).lower().endswith(".json"):
-        raise InputError(
-            f"--output is {output}; give a folder, because several data sets are written to "
-            "several files"
-        )
     sets = benchmark_sets(os.fspath(data), split)
     names = [file_name(benchmark_set.data) for benchmark_set in sets]
     files = [Path(output) / f"{name}.json" if output is not None else None for name in names]
@@ -201,24 +167,16 @@ def data_digest(benchmark_set: BenchmarkSet) -> str | None:
     if benchmark_set.data.startswith(HUB_PREFIX) and os.path.isdir(
         HubName.of(benchmark_set.data).repository
     ):
-        # the folder in the place of the Hub can change
+        # a folder in place of a Hub data set can change
         path = fetch(benchmark_set.data, benchmark_set.split)
     if not os.path.exists(path):
         return None
-    names = (
-        "corpus.jsonl",
-        "queries.jsonl",
-        "collection.tsv",
-        "queries.tsv",
-        f"qrels/{benchmark_set.split}.tsv",
-    )
-    files = (
-        [path / f"{name}{end}" for name in names for end in ("", ".gz")]
-        if path.is_dir()
-        else [path]
-    )
-    digests = [[file.name, sha256_of(file)] for file in files if file.is_file()]
-    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+    files = [path]
+    if path.is_dir():
+        names = ("corpus.jsonl", "queries.jsonl", f"qrels/{benchmark_set.split}.tsv")
+        files = [beir_file(path, name) for name in names]
+    digests = [sha256_of(file) for file in files]
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 def benchmark_means(evaluated: Mapping[str, list[Metrics]]) -> dict[str, Any]:
@@ -259,9 +217,4 @@ def _read_finished(file: Path, scored_with: Mapping[str, Any]) -> Any:
                 f"{file}: was scored with {name} {metrics.get(name)!r}; this call has {value!r}. "
                 "Use another --output."
             )
-    if not isinstance(metrics.get("queries"), int):
-        raise InputError(
-            f"{file}: the number of queries is missing; expected a file from `contaccum evaluate "
-            "--output`"
-        )
     return metrics

@@ -56,48 +56,44 @@ def evaluate(
     about: dict[str, Any] = {"model": name}
     if not isinstance(data, RetrievalSet):
         about |= {"data": data, "split": split}
-    if evaluator == "contaccum":
-        if isinstance(data, RetrievalSet):
-            retrieval_set = data
-        else:
-            with group.main_first():
-                retrieval_set = open_dataset(data, split, policy).retrieval_set
-        retriever = Retriever.open(model, retrieval_set.corpus, settings, group)
-        own = retrieval_set.skips_own_id
-        run = retriever.search(retrieval_set.queries, k, ignore_identical_ids=own)
-        metrics = evaluate_run(
-            retrieval_set.qrels,
-            run,
-            cutoffs=cutoffs,
-            relevance_level=relevance_level,
-            ignore_identical_ids=own,
+
+    if evaluator == "beir":
+        usual = asdict(replace(DEFAULTS, batch_tokens=settings.batch_tokens)) | asdict(
+            DEFAULT_POLICY
         )
-    elif evaluator == "beir":
-        if isinstance(data, RetrievalSet):
+        given = asdict(settings) | asdict(policy)
+        unsupported = [name for name, value in given.items() if value != usual[name]]
+        if relevance_level != 1:
+            unsupported.append("relevance_level")
+        if unsupported:
             raise InputError(
-                "data is a loaded data set; the beir evaluator needs the name or the folder of a "
-                "BEIR data set"
+                f"evaluator beir does not support {', '.join(unsupported)}. Leave the option out, "
+                "or use evaluator contaccum."
             )
-        usual = {
-            "relevance_level": 1,
-            **asdict(replace(DEFAULTS, batch_tokens=settings.batch_tokens)),
-        }
-        usual |= asdict(DEFAULT_POLICY)
-        options = {"relevance_level": relevance_level, **asdict(settings), **asdict(policy)}
-        for option, value in options.items():
-            if value != usual[option]:
-                raise InputError(
-                    f"{option} is {value!r}; evaluator beir supports only {usual[option]!r}. Leave "
-                    "the option out, or use evaluator contaccum."
-                )
         if group.world > 1:
             raise InputError(
-                f"--evaluator beir needs one process, but {group.world} were started; start one"
+                f"evaluator beir needs one process, but {group.world} were started; start one"
             )
+        assert not isinstance(data, RetrievalSet), "BEIR loads the data itself"
         metrics = evaluate_with_beir(model, data, split, cutoffs, settings.batch_tokens)
         about["evaluator"] = "beir"
+        return save_metrics(metrics, output, about)
+
+    if isinstance(data, RetrievalSet):
+        retrieval_set = data
     else:
-        raise InputError(f"evaluator is {evaluator!r}; expected contaccum or beir")
+        with group.main_first():
+            retrieval_set = open_dataset(data, split, policy).retrieval_set
+    own = retrieval_set.skips_own_id
+    retriever = Retriever.open(model, retrieval_set.corpus, settings, group)  # encodes the corpus
+    run = retriever.search(retrieval_set.queries, k, ignore_identical_ids=own)
+    metrics = evaluate_run(
+        retrieval_set.qrels,
+        run,
+        cutoffs=cutoffs,
+        relevance_level=relevance_level,
+        ignore_identical_ids=own,
+    )
     return save_metrics(metrics, output if group.is_main else None, about)
 
 
