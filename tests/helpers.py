@@ -375,10 +375,6 @@ def open_retrieval_set(path: str | Path, split: str = "test", **policy: int) -> 
     return open_dataset(path, split, DataPolicy(**policy)).retrieval_set
 
 
-def open_searchable_set(path: str | Path, split: str = "test", **policy: int) -> RetrievalSet:
-    return open_dataset(path, split, DataPolicy(**policy)).searchable_set
-
-
 def open_corpus(path: str | Path, **policy: int) -> Dataset:
     return open_dataset(path, policy=DataPolicy(**policy)).corpus
 
