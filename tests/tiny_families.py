@@ -3,6 +3,7 @@ texts as the family's does."""
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import processors
@@ -39,16 +40,28 @@ DECODERS = {
     "llama": SIZES | {"num_key_value_heads": 2},
 }
 FAMILIES = BIDIRECTIONAL | DECODERS
+# compared only with and without padding
+OTHERS = {
+    "camembert": SIZES,
+    "eurobert": SIZES | {"num_key_value_heads": 1},
+    "qwen2": SIZES | {"num_key_value_heads": 1},
+}
 
 
 def family_folder(
-    family: str, folder: Path, texts: Iterable[str] = TEXTS * 3, seed: int = 0, positions: int = 40
+    family: str,
+    folder: Path,
+    texts: Iterable[str] = TEXTS * 3,
+    seed: int = 0,
+    positions: int = 40,
+    **changes: Any,
 ) -> Path:
+    """changes: values of the model's configuration."""
     tokenizer = wordpiece_tokenizer(texts, 150)
     if family in DECODERS:
         tokenizer = decoder_tokenizer(tokenizer, family != "qwen3")
     size = {"vocab_size": len(tokenizer), "max_position_embeddings": positions, "pad_token_id": 0}
-    config = AutoConfig.for_model(family, **size, **FAMILIES[family])
+    config = AutoConfig.for_model(family, **size, **(FAMILIES | OTHERS)[family] | changes)
     torch.manual_seed(seed)
     AutoModel.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from helpers import largest_difference, make_bank, micro_batches, run_steps, tiny_encoder
+from test_unpadded import differences, load
 from transformers.utils import is_flash_attn_2_available
 
 from contaccum.config import OptimConfig
@@ -95,25 +96,42 @@ def test_both_passes_of_grad_cache_give_the_same_embeddings(switch, precision):
     assert (first - other).abs().max() > 2 * same
 
 
-@pytest.mark.parametrize(("dtype", "same"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize(
+    ("dtype", "same", "window"),
+    [(torch.float32, 1e-4, None), (torch.bfloat16, 0.05, None), (torch.bfloat16, 0.05, 3)],
+)
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("width", [12, 64])
-def test_varlen_kernels_equal_attention_by_length(width, dtype, same):
+def test_varlen_kernels_equal_attention_by_length(width, causal, dtype, same, window):
     torch.manual_seed(0)
     bounds = torch.tensor([0, 5, 14, 17], dtype=torch.int32, device="cuda")
-    query, key, value = (
-        torch.randn(1, 2, 17, width, dtype=dtype, device="cuda", requires_grad=True)
-        for _ in range(3)
-    )
+    # two heads of the queries share one of the keys
+    inputs = [
+        torch.randn(1, heads, 17, width, dtype=dtype, device="cuda", requires_grad=True)
+        for heads in (2, 1, 1)
+    ]
     found = []
-    for way in (by_length, varlen):
-        output = way((query, key, value), 0.0, 0.3, bounds, 9)
-        found.append(
-            (output, *torch.autograd.grad(output.float().square().sum(), (query, key, value)))
-        )
+    for output in (
+        by_length(inputs, 0.0, 0.3, ((1, 5), (1, 9), (1, 3)), causal, window),
+        varlen(inputs, 0.0, 0.3, bounds, 9, causal, window),
+    ):
+        found.append((output, *torch.autograd.grad(output.float().square().sum(), inputs)))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=same, rtol=same)
-    noisy = [varlen((query, key, value), 0.5, 0.3, bounds, 9) for _ in range(2)]
+    noisy = [varlen(inputs, 0.5, 0.3, bounds, 9, causal, window) for _ in range(2)]
     assert (noisy[0] - noisy[1]).abs().max() > same  # dropout
+
+
+@pytest.mark.parametrize(("precision", "same"), [("fp32", 1e-4), ("bf16", 0.05)])
+@pytest.mark.parametrize("case", ["qwen3", "mistral window", "modernbert window", "eurobert"])
+def test_unpadded_families_equal_padded(case, precision, same, tmp_path):
+    """With causal masks and windows."""
+    padded = load(case, tmp_path).cuda().train()
+    padded.set_dropout(0.0)
+    unpadded = copy.deepcopy(padded)
+    unpadded.set_attention("auto", unpad=True)
+    with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+        assert max(differences(padded, unpadded)) < same
 
 
 def test_a_step_waits_for_the_device_only_where_it_must():

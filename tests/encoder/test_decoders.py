@@ -11,7 +11,6 @@ from transformers import GPTNeoXConfig, GPTNeoXModel
 from contaccum import DualEncoder
 from contaccum.batch import Tokens
 from contaccum.encoder.tokenizer import append_eos
-from contaccum.errors import InputError
 
 SIZE = {"max_query_length": 8, "max_passage_length": 12}
 
@@ -151,9 +150,3 @@ def test_decoders_are_causal(family, sees, tmp_path):
     encoder = DualEncoder.load(family_folder(family, tmp_path / "plain"), pooling="cls", **SIZE)
     one, other = encoder.encode_queries(["the red fox", "the blue whale"])
     assert (np.abs(one - other).max() > 1e-3) == sees
-
-
-def test_unpad_is_refused_for_decoders(tmp_path):
-    encoder = DualEncoder.load(family_folder("qwen3", tmp_path / "plain"), **SIZE)
-    with pytest.raises(InputError, match="the model type is qwen3; expected bert"):
-        encoder.set_attention("auto", unpad=True)

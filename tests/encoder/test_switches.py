@@ -1,7 +1,6 @@
 """Options of the encoder's computation equal the plain one in vectors, gradients and dropout; each
 with a negative control."""
 
-import copy
 import json
 
 import numpy as np
@@ -9,11 +8,13 @@ import pytest
 import torch
 from helpers import VOCABULARY, largest_difference, micro_batches, run_steps, tiny_encoder
 from safetensors.torch import load_file
+from tiny_families import FAMILIES, OTHERS, SIZES
 from transformers import AutoConfig, AutoModel
 
 from contaccum.batch import Tokens
 from contaccum.encoder import DualEncoder, EncoderSettings, Tower, kernels
 from contaccum.encoder.kernels import (
+    FULL_ATTENTION,
     UNPADDED_FAMILIES,
     attention_mask,
     by_length,
@@ -29,44 +30,19 @@ from contaccum.runtime.engine import Engine
 
 SAME = 1e-5
 DIFFERENT = 1e-3
-SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": 20, "pad_token_id": 0}
-NAMES = {  # some families have names of their own for the same sizes
-    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
-    "modernbert": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-    },
-}
-USUAL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-}
+LIMITS = {"vocab_size": VOCABULARY, "max_position_embeddings": 20, "pad_token_id": 0}
 
 
 def family_encoder(family: str, pooling: str = "mean", **config) -> DualEncoder:
     """Tied towers with two random layers of a family."""
     torch.manual_seed(0)
-    made = AutoConfig.for_model(family, **SIZES, **NAMES.get(family, USUAL), **config)
+    sizes = (FAMILIES | OTHERS).get(family, SIZES)
+    made = AutoConfig.for_model(family, **LIMITS, **sizes | config)
     # special tokens only
     tower = Tower(AutoModel.from_config(made), wordpiece_tokenizer([], 5), pooling)
     return DualEncoder(
         tower, tower, EncoderSettings(max_query_length=16, max_passage_length=16, tie_towers=True)
     )
-
-
-@pytest.mark.parametrize("family", UNPADDED_FAMILIES)
-@pytest.mark.parametrize("pooling", ["cls", "mean", "last"])
-def test_unpadded_vectors_equal_padded_in_every_family(family, pooling):
-    padded = family_encoder(family, pooling).eval()
-    unpadded = copy.deepcopy(padded)
-    unpadded.set_attention("auto", unpad=True)
-    batch = micro_batches(1, 4, hard_negatives=1)[0]
-    for plain, packed in zip(padded(batch), unpadded(batch), strict=True):
-        torch.testing.assert_close(packed, plain, atol=1e-6, rtol=0)
 
 
 def test_tied_towers_encode_queries_and_passages_in_one_pass():
@@ -93,12 +69,12 @@ def test_texts_of_equal_length_share_a_call(monkeypatch):
 
     torch.manual_seed(0)
     lengths = [6, 4, 4, 4, 3]
-    bounds = torch.tensor([0, 6, 10, 14, 18, 21], dtype=torch.int32)
+    runs = ((1, 6), (3, 4), (1, 3))
     inputs = [torch.randn(1, 2, 21, 8, requires_grad=True) for _ in range(3)]
     texts = zip(*(each.split(lengths, 2) for each in inputs), strict=True)
     expected = torch.cat([kernel(*text) for text in texts], 2).squeeze(0).transpose(0, 1)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
-    found = by_length(inputs, 0.0, None, bounds, 6)
+    found = by_length(inputs, 0.0, None, runs)
     assert len(calls) == 3
     for one, other in zip(
         (found, *torch.autograd.grad(found.square().sum(), inputs)),
@@ -111,16 +87,23 @@ def test_texts_of_equal_length_share_a_call(monkeypatch):
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.5])
-def test_attention_with_dropout_equals_its_formula_with_the_same_bytes(dropout, monkeypatch):
+@pytest.mark.parametrize("hidden", [False, True])
+def test_attention_with_dropout_equals_its_formula_with_the_same_bytes(
+    dropout, hidden, monkeypatch
+):
     """Outputs and gradients in float64, from the definition of dropout."""
     torch.manual_seed(0)
     inputs = [torch.randn(3, 2, 7, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     drawn = kernels.random_bytes(torch.Size((3, 2, 7, 7)))
     monkeypatch.setattr(kernels, "random_bytes", lambda shape: drawn)
-    found = kernels.attention_with_dropout(*inputs, dropout, 0.3)
+    # hidden: all tokens but those at a distance of at most 2 to the left
+    mask = torch.tensor([[0 <= row - column < 3 for column in range(7)] for row in range(7)])
+    found = kernels.attention_with_dropout(*inputs, dropout, 0.3, mask if hidden else None)
     probability = round(256 * dropout) / 256
     query, key, value = inputs
-    weights = torch.softmax(0.3 * torch.einsum("bhqd,bhkd->bhqk", query, key), dim=-1)
+    scores = 0.3 * torch.einsum("bhqd,bhkd->bhqk", query, key)
+    weights = scores.exp() * mask if hidden else scores.exp()
+    weights = weights / weights.sum(-1, keepdim=True)
     kept = torch.where(drawn / 256 < probability, 0.0, weights / (1 - probability))
     expected = torch.einsum("bhqk,bhkd->bhqd", kept, value)
     for one, other in zip(
@@ -164,9 +147,9 @@ def test_dropout_of_the_attention_weights_is_a_setting_of_its_own(family, monkey
     used = []
     attention = kernels.attention_with_dropout
 
-    def recorded(query, key, value, dropout, scaling):
+    def recorded(query, key, value, dropout, scaling, mask):
         used.append(dropout)
-        return attention(query, key, value, dropout, scaling)
+        return attention(query, key, value, dropout, scaling, mask)
 
     monkeypatch.setattr(kernels, "attention_with_dropout", recorded)
     batch = micro_batches(1, 4)[0]
@@ -177,7 +160,8 @@ def test_dropout_of_the_attention_weights_is_a_setting_of_its_own(family, monkey
     encoder.set_dropout(0.25, attention=0.0)
     one, other = encoder(batch)[0], encoder(batch)[0]
     assert not used
-    assert (one - other).abs().max() > DIFFERENT  # the other dropout is on
+    if family not in ("eurobert", "llama", "mistral", "qwen2", "qwen3"):  # have no other dropout
+        assert (one - other).abs().max() > DIFFERENT
     encoder.set_dropout(None, attention=0.5)
     encoder(batch)
     assert set(used) == {0.5}
@@ -219,6 +203,7 @@ def test_unpad_removes_padding():
     assert row.texts.tolist() == [1, 1, 1, 0, 0, 2]
     assert row.bounds.tolist() == [0, 3, 5, 6]
     assert row.places.tolist() == [1, 0, 2]
+    assert row.runs == ((1, 3), (1, 2), (1, 1))
     assert row.longest == 3
 
 
@@ -242,51 +227,76 @@ def test_unpad_reads_no_value_from_the_device():
         unpad(Tokens(tokens.input_ids, tokens.attention_mask))
 
 
-@pytest.mark.parametrize(("dtype", "same"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize(
+    ("dtype", "same", "causal", "window"),
+    [
+        (torch.float32, 1e-5, False, None),
+        (torch.float32, 1e-5, True, None),
+        (torch.bfloat16, 0.05, False, None),
+        (torch.bfloat16, 0.05, True, None),
+        (torch.bfloat16, 0.05, False, 3),
+        (torch.bfloat16, 0.05, True, 3),
+    ],
+)
 @pytest.mark.parametrize("width", [8, 12])
-def test_varlen_attention_equals_attention_by_length(width, dtype, same, monkeypatch):
+def test_varlen_attention_equals_attention_by_length(
+    width, dtype, same, causal, window, monkeypatch
+):
     """The kernels exist only on a GPU; here a loop over texts replaces them, with their layout of
     arguments and results."""
 
-    def kernel(query, key, value, starts, ends, *rest, scale):
+    def flash(
+        query, key, value, starts, ends, most, most_keys, dropout, is_causal, debug, *, scale,
+        window_size_left, window_size_right,
+    ):  # fmt: skip
         assert starts is ends
         assert query.shape[-1] % 8 == 0
+        length = None if window_size_left is None else window_size_left + 1
+        assert window_size_right == (0 if is_causal and length is not None else window_size_left)
         inputs = [each.transpose(0, 1).unsqueeze(0) for each in (query, key, value)]
-        return (by_length(inputs, 0.0, scale, starts, 9),)
+        runs = [(1, length) for length in starts.diff().tolist()]
+        return (by_length(inputs, dropout, scale, runs, is_causal, length),)
 
-    def efficient(query, key, value, bias, *rest, **scale):
+    def efficient(query, key, value, bias, *texts_and_dropout_and_mask_type, scale):
+        *rest, mask_type, _ = texts_and_dropout_and_mask_type
         assert bias is None
-        return (
-            kernel(*(each.squeeze(0) for each in (query, key, value)), *rest, **scale)[0].unsqueeze(
-                0
-            ),
-        )
+        assert query.shape == key.shape
+        inputs = (each.squeeze(0) for each in (query, key, value))
+        output = flash(
+            *inputs, *rest, mask_type == 1, False, scale=scale, window_size_left=None,
+            window_size_right=None,
+        )  # fmt: skip
+        return (output[0].unsqueeze(0),)
 
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
     monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", efficient)
     torch.manual_seed(0)
     bounds = torch.tensor([0, 5, 14, 17], dtype=torch.int32)
+    # two heads of the queries share one of the keys
     query, key, value = (
-        torch.randn(1, 2, 17, width, dtype=dtype, requires_grad=True) for _ in range(3)
+        torch.randn(1, heads, 17, width, dtype=dtype, requires_grad=True) for heads in (2, 1, 1)
     )
     found = []
-    for way in (by_length, varlen):
-        output = way((query, key, value), 0.0, None, bounds, 9)
+    for output in (
+        by_length((query, key, value), 0.0, None, ((1, 5), (1, 9), (1, 3)), causal, window),
+        varlen((query, key, value), 0.0, None, bounds, 9, causal, window),
+    ):
         assert output.shape == (17, 2, width)
         found.append((output, *torch.autograd.grad(output.square().sum(), (query, key, value))))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=same, rtol=same)
-    whole = torch.nn.functional.scaled_dot_product_attention(query, key, value)[0].transpose(0, 1)
+    whole = by_length((query, key, value), 0.0, None, ((1, 17),), causal, window)
     assert (whole - found[1][0]).abs().max() > DIFFERENT
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_varlen_attention_calls_kernels_of_this_torch(dtype):
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 3)])
+def test_varlen_attention_calls_kernels_of_this_torch(dtype, window):
     bounds = torch.tensor([0, 5, 14, 17], dtype=torch.int32, device="meta")
     inputs = [
-        torch.randn(1, 2, 17, 12, dtype=dtype, device="meta", requires_grad=True) for _ in range(3)
+        torch.randn(1, heads, 17, 12, dtype=dtype, device="meta", requires_grad=True)
+        for heads in (2, 1, 1)
     ]
-    output = varlen(inputs, 0.1, 0.3, bounds, 9)
+    output = varlen(inputs, 0.1, 0.3, bounds, 9, True, window)
     assert output.shape == (17, 2, 12)
     assert output.requires_grad
     with pytest.raises((TypeError, RuntimeError)):  # negative control: the bounds of another kernel
@@ -301,9 +311,17 @@ def gpu_like(tokens: Tokens) -> Tokens:
     )
 
 
-@pytest.mark.parametrize("family", UNPADDED_FAMILIES)
-def test_a_pass_never_waits_for_the_device(family):
-    tower = family_encoder(family).to("meta").query_tower
+@pytest.mark.parametrize(
+    ("family", "unpadded"),
+    [
+        *((family, False) for family in FULL_ATTENTION),
+        *((family, True) for family in UNPADDED_FAMILIES),
+    ],
+)
+def test_a_pass_never_waits_for_the_device(family, unpadded):
+    encoder = family_encoder(family).to("meta")
+    encoder.set_attention("auto", unpadded)
+    tower = encoder.query_tower
     padded = micro_batches(1, 4)[0].passages
     whole = Tokens(padded.input_ids, torch.ones_like(padded.attention_mask))
     for tokens in (padded, whole):
@@ -314,7 +332,7 @@ def test_a_pass_never_waits_for_the_device(family):
         tower(Tokens(*(each.to("meta") for each in (padded.input_ids, padded.attention_mask))))
 
 
-@pytest.mark.parametrize("family", UNPADDED_FAMILIES)
+@pytest.mark.parametrize("family", FULL_ATTENTION)
 def test_ready_masks_give_equal_vectors(family):
     backbone = family_encoder(family).eval().query_tower.backbone
     tokens = micro_batches(1, 4)[0].passages
@@ -341,7 +359,9 @@ def test_which_mask_a_pass_uses():
         tokens.input_ids.shape[1],
     )
     windows = family_encoder("modernbert").query_tower.backbone  # its layers differ in their masks
-    assert attention_mask(gpu_like(tokens), windows).shape == tokens.attention_mask.shape
+    decoder = family_encoder("qwen3").query_tower.backbone
+    for backbone in (windows, decoder):
+        assert attention_mask(gpu_like(tokens), backbone).shape == tokens.attention_mask.shape
 
 
 def test_lengths_are_rounded_on_a_gpu():
