@@ -119,7 +119,8 @@ class ModelConfig(EncodingConfig):
     CUDA, and bf16 or fp16."""
     unpad: bool | Literal["auto"] = "auto"
     """Skip padding tokens. The texts of a micro-batch are concatenated, and attention stays within
-    each text. This works with BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT and ELECTRA. `auto`
+    each text. This works with BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, ELECTRA,
+    EuroBERT, ModernBERT, Llama, Mistral, Qwen2 and Qwen3. `auto`
     means true with these encoders on CUDA or a CPU, unless `model.attention` is eager or sdpa or
     `run.compile` is set. The dev set is encoded in the same way."""
     quantize: Literal["none", "4bit", "8bit"] = setting("none", resume="never")
