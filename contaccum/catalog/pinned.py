@@ -61,7 +61,6 @@ KNOWN = (
 """MIRACL languages with a train split and a dev split."""
 SURPRISE = ("de", "yo")
 """MIRACL languages without a train split."""
-_MAX_CARD = 16 << 20  # bytes
 # maximum number of values in the metadata of a README; YAML aliases can produce billions
 _MAX_NODES = 1 << 20
 
@@ -230,7 +229,7 @@ def _check_size(readme: Path) -> None:
 
     fix = "; it must be the card of an MTEB task"
     with library_errors(f"{readme}: its metadata cannot be read", *FAILURES, fix=fix):
-        read_text(readme, "the card of a data set", _MAX_CARD)
+        read_text(readme, "the card of a data set")
         nodes = size(metadata_load(readme))
     if nodes > _MAX_NODES:
         raise InputError(

@@ -417,7 +417,7 @@ class ShardFolder(Sequence[Shard]):
             return Shard(*_read_parquet(path, *shape, self.job.dtype))
         with library_errors(f"{path}: contains no array of numbers", *_BAD_HEADER):
             vectors = np.load(path, mmap_mode="r", allow_pickle=False)
-        ids = read_json(self.folder / record.ids, list[str], max_bytes=record.bytes["ids"])
+        ids = read_json(self.folder / record.ids, list[str])
         if (vectors.shape, vectors.dtype, len(ids)) != (shape, self.job.dtype, len(vectors)):
             raise InputError(
                 f"{path}: contains {vectors.dtype} vectors of shape {vectors.shape}, with "

@@ -3,12 +3,10 @@
 import errno
 import hashlib
 import json
-import math
 import os
 import platform
 import re
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -25,13 +23,6 @@ _LEFTOVER = re.compile(
 )
 # hub:/folder is a local data set in the format of the Hub
 _URL = re.compile(r"(?!hub:)([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
-MAX_JSON = 256 << 20
-"""Maximum number of bytes of a JSON file. A file with the ids of ten million passages is
-smaller.
-"""
-_MAX_DIGITS = (
-    60  # maximum number of digits of a whole number; the state of a random generator has 39
-)
 # maximum number of bytes of a name; longer names are hashed, because file systems allow 255 bytes
 _LONGEST = 200
 
@@ -248,40 +239,23 @@ def write_json(path: str | Path, value: Any) -> None:
         file.write(text.encode("utf-8", "backslashreplace") + b"\n")
 
 
-def read_json(
-    path: str | Path, type_: Any = Any, *, version: int | None = None, max_bytes: int = MAX_JSON
-) -> Any:
+def read_json(path: str | Path, type_: Any = Any, *, version: int | None = None) -> Any:
     """Read a JSON file and check the types of its values.
 
     type_: any type that msgspec knows, such as a dataclass or ``dict[str, float]``. Unknown keys of
     a dataclass are dropped. version: the only ``format_version`` that is accepted, if the file
-    contains one. max_bytes: maximum size of the file. If the content is wrong, raises an InputError
-    that names the file, and the line or the field.
+    contains one. If the content is wrong, raises an InputError that names the file, and the line or
+    the field.
     """
-    text = read_text(path, "a JSON file", max_bytes)
+    text = read_text(path, "a JSON file")
     return decode_json(text, type_, str(path), version=version)
 
 
-def read_text(path: str | Path, what: str, max_bytes: int = MAX_JSON) -> str:
-    """Read a regular file of at most ``max_bytes`` bytes as UTF-8.
-
-    what: name for error messages, such as "a JSON file".
-    """
+def read_text(path: str | Path, what: str) -> str:
+    """Read a UTF-8 file. what: name for error messages, such as "a JSON file"."""
     refuse_url(path)
     try:
-        # a FIFO without a writer would block
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise InputError(f"{path}: not a regular file; expected {what}")
-            if status.st_size > max_bytes:
-                raise InputError(
-                    f"{path}: has {status.st_size} bytes; {what} may have at most {max_bytes}"
-                )
-            return file.read(status.st_size).decode("utf-8-sig")  # drops a byte order mark
-    except InputError:
-        raise
+        return Path(path).read_text(encoding="utf-8-sig")  # drops a byte order mark
     except UnicodeDecodeError as error:
         raise InputError(
             f"{path}: byte {error.start} is not UTF-8; expected {what} in UTF-8"
@@ -298,7 +272,7 @@ def decode_json(text: str, type_: Any, where: str, *, version: int | None = None
     type_, version: see ``read_json``. where: source of the text.
     """
     try:
-        value = json.loads(text, parse_int=_integer, parse_float=_float)
+        value = json.loads(text)
         if "\\u" in text:  # half a surrogate pair, which no file name and no output can contain
             json.dumps(value, ensure_ascii=False).encode()
         if version is not None and isinstance(value, dict):
@@ -328,18 +302,6 @@ def check_type(value: Any, type_: Any, where: str) -> Any:
         return value if type_ is Any else msgspec.convert(value, type_)
     except msgspec.ValidationError as error:
         raise InputError(f"{where}: {error}") from error
-
-
-def _integer(text: str) -> int:
-    if len(text) > _MAX_DIGITS:
-        raise ValueError(f"a number has {len(text)} digits; at most {_MAX_DIGITS} are allowed")
-    return int(text)
-
-
-def _float(text: str) -> float:
-    if math.isinf(value := float(text)):
-        raise ValueError(f"the number {text[:40]} is too large")
-    return value
 
 
 @contextmanager

@@ -18,8 +18,6 @@ from huggingface_hub.utils import validate_repo_id
 from contaccum.errors import library_errors
 from contaccum.runtime.files import read_json
 
-# maximum size of a JSON file of an encoder; a tokenizer with many added tokens has some MB
-MAX_BYTES = 64 << 20
 SECONDS = 4
 """Maximum number of seconds to wait for an answer of the Hub, including the look-up of its
 address.
@@ -113,10 +111,8 @@ def loading(name: str) -> AbstractContextManager[None]:
 def optional_json(name: str, file: str, type_: Any, version: int | None = None) -> Any:
     """Return the content of a JSON file in the folder or Hub repository of an encoder.
 
-    Return None if there is no such file.
-
-    Raises InputError if the content has a wrong type, if the file has more than ``MAX_BYTES``
-    bytes, or if it is not a regular file. type_ and version: see ``read_json``.
+    Return None if there is no such file. Raises InputError if the content has a wrong type. type_
+    and version: see ``read_json``.
     """
     quiet = {
         "_raise_exceptions_for_missing_entries": False,
@@ -130,4 +126,4 @@ def optional_json(name: str, file: str, type_: Any, version: int | None = None) 
             path = cached_file(name, file, **quiet)
     if path is None or not os.path.lexists(path):
         return None
-    return read_json(path, type_, version=version, max_bytes=MAX_BYTES)
+    return read_json(path, type_, version=version)
