@@ -473,7 +473,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("train --data x",
      "--data is a group of settings, expected one of them, such as --data."),
     ("search --model m --data d --query q --k 0", "--k is 0, expected at least 1"),
-    ("evaluate --model m --data d --processes x", "--processes is 'x', expected a whole number"),
+    ("evaluate --model m --data d --batch_tokens x", "--batch_tokens is 'x', expected a whole"),
     ("evaluate --model m --data d --timeout_minutes=-1",
      "--timeout_minutes is -1, expected more than 0"),
     ("evaluate --model m --data d --timeout_minutes=1.0e+999",

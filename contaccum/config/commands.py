@@ -123,8 +123,6 @@ class EvaluateConfig:
     match: Literal["string", "regex"] = "string"
     """How to find answers in passages: as plain text (`string`), or as regular expressions
     (`regex`)."""
-    processes: PositiveInt = 1
-    """Number of processes that look for answers in passages."""
     run: str | None = setting(None, metavar="FILE")
     """TREC run file to evaluate."""
     qrels: str | None = setting(None, metavar="FILE")
