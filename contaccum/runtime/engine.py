@@ -67,8 +67,10 @@ class Engine(Processes):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # NCCL uses the current device
         self.started_group = start_group(self.device.type, timeout_minutes)
-        self.tf32_before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 |= tf32
+        # since torch 2.9, code that sets this by several of torch's names ends with an error
+        self.matmul_precision_before = torch.get_float32_matmul_precision()
+        if tf32 and self.device.type == "cuda" and self.matmul_precision_before == "highest":
+            torch.set_float32_matmul_precision("high")
         self.precision, self.seed, self.replay_share = precision, seed, replay_share
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         """Loss scaler of fp16. With another precision, it is disabled: its scale is 1 and its state
@@ -461,7 +463,7 @@ class Engine(Processes):
 
     def close(self) -> None:
         """End the process group, and reset torch's global settings for another run."""
-        torch.backends.cuda.matmul.allow_tf32 = self.tf32_before
+        torch.set_float32_matmul_precision(self.matmul_precision_before)
         if self.memory_limited:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device.index)
         if self.started_group:

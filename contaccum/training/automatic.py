@@ -14,8 +14,10 @@ from contaccum.batch import Tokens
 from contaccum.config import TrainConfig, parse_bytes
 from contaccum.encoder import DualEncoder
 from contaccum.encoder.tower import can_unpad
+from contaccum.runtime import sharding
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.processes import encoding_device
+from contaccum.training.out_of_memory import out_of_memory
 from contaccum.training.run_folder import CONFIG_FILE, flat, read_config
 
 # maximum number of tokens of a pass on a CPU, where passes with more tokens are not faster
@@ -130,16 +132,37 @@ def longest_pair(config: TrainConfig, encoder: DualEncoder) -> int:
 def fitting_tokens(encoder: DualEncoder, engine: Engine, free: int) -> int:
     """Return how many tokens a training pass may have with ``free`` bytes of GPU memory.
 
-    A pass over texts of full length measures the memory of a token. With several processes, the
-    result is that of the process with the least memory.
+    A pass over texts of full length measures the memory of a token. If memory runs out, it has half
+    of the texts. With several processes, the result is that of the process with the least memory.
     """
     length = encoder.settings.max_passage_length
+    # gradients and the two moments of AdamW, which do not exist yet
+    state = 0
+    for parameter in encoder.parameters():
+        weights = sharding.local(parameter)
+        if parameter.requires_grad and weights.device == engine.device:
+            state += 3 * weights.numel() * weights.element_size()
     texts = max(1, PROBE_TOKENS // length)
+    used = None
+    while used is None:
+        try:
+            used = memory_of_pass(encoder, engine, texts, length)
+        except Exception as error:
+            # with sharded weights, the other processes wait for this one
+            if not out_of_memory(error) or texts == 1 or encoder.group is not None:
+                raise
+        if used is None:  # only here, because the traceback keeps the tensors of the failed pass
+            encoder.zero_grad()
+            engine.free_memory()
+            texts //= 2
+    fitting = int(USED * (free - state) * texts * length / used)
+    return -engine.largest(-fitting)
+
+
+def memory_of_pass(encoder: DualEncoder, engine: Engine, texts: int, length: int) -> int:
+    """Return the peak memory in bytes of a training pass over texts of ``length`` tokens."""
     ids = torch.zeros(texts, length, dtype=torch.long)
     tokens = Tokens(ids, torch.ones_like(ids)).to(engine.device)
-    trained = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
-    # gradients and the two moments of AdamW, which do not exist yet
-    state = 3 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
     before = torch.cuda.memory_allocated(engine.device)
     engine.reset_peak_memory()
     encoder.train()
@@ -148,8 +171,7 @@ def fitting_tokens(encoder: DualEncoder, engine: Engine, free: int) -> int:
     vectors.sum().backward()
     used = torch.cuda.max_memory_allocated(engine.device) - before
     encoder.zero_grad()
-    fitting = int(USED * (free - state) * texts * length / used)
-    return -engine.largest(-fitting)
+    return used
 
 
 def description(config: TrainConfig) -> str:

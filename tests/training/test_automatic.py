@@ -119,3 +119,25 @@ def test_tokens_that_fit_are_in_proportion_to_the_memory_of_a_pass(monkeypatch):
     found = automatic.fitting_tokens(encoder, Engine(device="cpu"), state + 1_000_000)
     assert found == 85_000  # 85 % of a million bytes, at 10 bytes a token
     assert all(parameter.grad is None for parameter in encoder.parameters())
+
+
+def test_a_probe_that_does_not_fit_gets_fewer_texts(monkeypatch):
+    encoder, tried = tiny_encoder(), []
+    embed = encoder.embed
+
+    def small_memory(tower, tokens):
+        tried.append(len(tokens.input_ids))
+        if tried[-1] > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return embed(tower, tokens)
+
+    monkeypatch.setattr(encoder, "embed", small_memory)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 50 + 64 * 16 * 10)
+    trained = sum(part.numel() for part in encoder.parameters() if part.requires_grad)
+    found = automatic.fitting_tokens(encoder, Engine(device="cpu"), 12 * trained + 1_000_000)
+    assert (found, tried) == (85_000, [512, 256, 128, 64])  # of 16 tokens each
+    # negative control: another error
+    monkeypatch.setattr(encoder, "embed", lambda tower, tokens: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        automatic.fitting_tokens(encoder, Engine(device="cpu"), 0)

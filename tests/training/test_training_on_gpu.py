@@ -70,6 +70,17 @@ def test_memory_budget_is_enforced_and_lifted(data, tmp_path):
     torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda")  # the limit of the first run is lifted
 
 
+def test_tf32_is_used_in_a_run_with_evaluations_and_reset_after_it(data, tmp_path):
+    """Exact search inside the run computes in full float32 and brings TF32 back."""
+    evaluated = {"data.dev": str(data), "run.tf32": True, "run.precision": "fp32"}
+    found = []
+    config = train_config(data, tmp_path / "run", **{"run.device": "auto", **SAME, **evaluated})
+    train(config, after_step=lambda training: found.append(torch.get_float32_matmul_precision()))
+    assert set(found) == {"high"}
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
 def test_fp16_run_stops_if_gradients_are_never_finite(data, tmp_path, monkeypatch):
     """The gradients are not finite at any loss scale, so halving the scale cannot help."""
 
