@@ -98,7 +98,12 @@ def _dispatch(arguments: list[str]) -> int:
             return 0
         parts, print_config = parse(name, COMMANDS[name], words)
         if print_config:
-            print(to_yaml(parts[-1]), end="")  # TrainConfig is the last dataclass of its commands
+            config = parts[-1]  # TrainConfig is the last dataclass of its commands
+            from contaccum.training.automatic import choices
+
+            print(to_yaml(config), end="")
+            for line in choices(config):
+                print(f"# auto on this machine: {line}")
             return 0
         with StopSignals():
             _start(name, parts)

@@ -174,6 +174,38 @@ def memory_of_pass(encoder: DualEncoder, engine: Engine, texts: int, length: int
     return used
 
 
+def choices(config: TrainConfig) -> list[str]:
+    """Return a line for each setting that is ``auto``: its value on this machine, and the reason.
+
+    The encoder is not loaded, so a choice that depends on it is described.
+    """
+    lines = []
+    device = encoding_device(config.run.device).type
+    if config.run.precision == "auto":
+        chosen = choose_precision(config).run.precision
+        where = "the GPU supports it" if chosen == "bf16" else f"the device is {device}"
+        if device == "cuda" and chosen == "fp32":
+            where = "the GPU does not support bf16"
+        lines.append(f"run.precision: {chosen} ({where})")
+    if config.model.unpad == "auto":
+        value = "true if the model type allows it, else false"
+        if config.model.attention in ("eager", "sdpa"):
+            value = f"false (model.attention is {config.model.attention})"
+        elif config.run.compile != "off":
+            value = f"false (run.compile is {config.run.compile})"
+        lines.append(f"model.unpad: {value}")
+    if config.micro_batches_by_memory:
+        tokens = f"passes of at most {CPU_TOKENS} tokens, where more are not faster on a CPU"
+        if device == "cuda":
+            tokens = f"measured at the start; passes of at most {GPU_TOKENS} tokens"
+        lines.append(f"batch.micro_batch_size: {tokens}; at least one pair")
+    elif config.batch.micro_batch_size == "auto" and config.batch.micro_batch_tokens is None:
+        size = config.micro_batch_size(1)
+        why = "the whole step" if config.spec.whole else "a part of the objective, so not measured"
+        lines.append(f"batch.micro_batch_size: {size} pairs in one process ({why})")
+    return lines
+
+
 def description(config: TrainConfig) -> str:
     """Return the precision, the padding and the size of micro-batches as a line for the log."""
     padding = "without padding" if config.model.unpad else "with padding"

@@ -141,3 +141,32 @@ def test_a_probe_that_does_not_fit_gets_fewer_texts(monkeypatch):
     monkeypatch.setattr(encoder, "embed", lambda tower, tokens: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         automatic.fitting_tokens(encoder, Engine(device="cpu"), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        (
+            {"method": "grad_cache"},
+            [
+                "run.precision: fp32 (the device is cpu)",
+                "model.unpad: true if",
+                "batch.micro_batch_size: passes",
+            ],
+        ),
+        (
+            {"method": "grad_accum", "run.compile": "default", "run.precision": "bf16"},
+            ["model.unpad: false (run.compile is default)", "batch.micro_batch_size: 8 pairs"],
+        ),
+        (
+            {"model.unpad": False, "run.precision": "fp32", "batch.micro_batch_size": 4},
+            [],
+        ),
+    ],
+)
+def test_choices_are_listed_without_the_encoder(changes, lines):
+    method = changes.pop("method", "grad_cache")
+    config = train_config("data", "run", method, **{"batch.micro_batch_size": "auto", **changes})
+    found = automatic.choices(config)
+    assert len(found) == len(lines)
+    assert all(line.startswith(start) for line, start in zip(found, lines, strict=True))
