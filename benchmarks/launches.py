@@ -42,16 +42,18 @@ NO_LAUNCH = ("aten::empty", "aten::new_empty", "aten::lift_fresh", "aten::detach
 
 
 class Count(TorchDispatchMode):
-    """Counter of the operations on the meta device inside the ``with`` block."""
+    """Counter of the operations on a type of device inside the ``with`` block."""
 
-    operations = 0
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device, self.operations = device, 0
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = operator(*args, **(kwargs or {}))
         on_device = any(
-            isinstance(each, Tensor) and each.is_meta
+            isinstance(each, Tensor) and each.device.type == self.device
             for each in tree_leaves((args, kwargs, result))
         )
         self.operations += (
@@ -103,7 +105,7 @@ def operations(method: str, pairs: int, bank: Bank, first_id: int = 0) -> int:
     ]
     text = Tokens(torch.zeros(pairs, 1, dtype=torch.long), torch.ones(pairs, 1, dtype=torch.long))
     batches = [MicroBatch(text, text, RowIds(own, own), [""] * pairs) for own in ids]
-    with Count() as count:
+    with Count("meta") as count:
         METHODS[method](meta_engine(), batches, bank, InfoNCE(TEMPERATURE))
     return count.operations
 

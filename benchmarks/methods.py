@@ -79,6 +79,10 @@ def arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--pairs", type=int, default=128, help="pairs in an update (N)")
     parser.add_argument("--micro", type=int, default=8, help="pairs in a micro-batch (B)")
+    parser.add_argument(
+        "--tokens", type=int,
+        help="most tokens in a micro-batch, packed without padding (model.unpad); instead of B",
+    )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--compile", action="store_true", help="compile the encoder, as run.compile"
@@ -100,7 +104,15 @@ def main() -> None:
         args.pairs,
         args.micro,
         compile=args.compile,
+        unpad=args.tokens is not None,
         **texts_of_training(args),
+    )
+    if args.tokens is not None:
+        trainee.micro_batches = trainee.cut_by_tokens(args.tokens)
+    cut = (
+        f"B = {args.micro}"
+        if args.tokens is None
+        else f"micro-batches of at most {args.tokens:,} tokens, without padding"
     )
     operations, speed = trainee.operations(), product_speed(trainee.engine.device, args.precision)
     banks = {(name, 0): trainee.bank(name, 0) for name in BANKLESS}
@@ -148,7 +160,7 @@ def main() -> None:
         "peak over grad_accum ÷ bank",
     ]  # fmt: skip
     intro = (
-        f"{about_texts(args)}; N = {args.pairs}, B = {args.micro}, {args.precision}, compile "
+        f"{about_texts(args)}; N = {args.pairs}, {cut}, {args.precision}, compile "
         f"{args.compile}, {args.repeats} rounds, interleaved; median (smallest to largest). "
         "Targets: `cont_accum` ÷ `grad_accum` at most 1.03 at M = 1,024, 1.05 at 16,384, 1.15 at "
         "131,072; "

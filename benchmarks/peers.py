@@ -11,7 +11,13 @@ starts, same dtype, AdamW with the same settings; all in one process, interleave
 the texts are real ones, at most 64 and 256 tokens long, padded as each library pads them. Towers
 are tied on both sides, as sentence-transformers has them; the cached losses take mini-batches of B
 pairs. Before anything is timed, the losses of all that compare N with N are taken without dropout
-and must agree; timing is done with the encoder's own dropout.
+and must agree, and every trained parameter of a peer must have a gradient; timing is done with the
+encoder's own dropout. Operations are ATen operators on the device in one update, without views and
+allocations.
+
+With --token_budget, both libraries also get micro-batches of at most as many tokens as B pairs of
+full length have. Ours are packed and count real tokens; a peer that pads counts padded ones. One
+more row has the largest of our budgets whose update needs no more memory than the peer's.
 
 GradCache 0.0.1, the one release on PyPI, installs a package named ``gradcache`` whose modules
 import ``grad_cache``: it cannot be imported as it stands. ``--gradcache DIR`` names the folder it
@@ -44,6 +50,7 @@ from common import (
     table,
     texts_of_training,
 )
+from launches import Count
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import (
     CachedMultipleNegativesRankingLoss,
@@ -112,6 +119,9 @@ class Peer:
         return value.item()
 
     def _step(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                sys.exit(f"sentence-transformers: {name} has no gradient")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -188,17 +198,20 @@ def make_cases(args: Any, folder: str, dropout: float | None, rate: float) -> di
 
 
 def token_budget(args: Any, folder: str, dropout: float | None, rate: float) -> dict[str, Any]:
-    """Return grad_cache and the cached loss with micro-batches of as many tokens as B pairs of full
-    length have."""
+    """Return our methods and the cached loss with micro-batches of as many tokens as B pairs of
+    full length have, and grad_cache with the peer's memory."""
     given = (args.device, args.precision, args.pairs, args.micro, dropout, rate, True)
-    trainee = Trainee(folder, *given, **texts_of_training(args))
-    longest = (
-        trainee.encoder.settings.max_query_length + trainee.encoder.settings.max_passage_length
-    )
-    budget = args.micro * longest
-    trainee.micro_batches = trainee.cut_by_tokens(budget)
+
+    def trainee_of(budget: int) -> Trainee:
+        trainee = Trainee(folder, *given, **texts_of_training(args))
+        trainee.micro_batches = trainee.cut_by_tokens(budget)
+        return trainee
+
+    settings = Trainee(folder, *given, **texts_of_training(args)).encoder.settings
+    budget = args.micro * (settings.max_query_length + settings.max_passage_length)
+    trainee = trainee_of(budget)
     cases: dict[str, Any] = {
-        f"contaccum {name}, by tokens": updates(trainee, name, args.bank)
+        f"contaccum {name}, {budget:,} tokens": updates(trainee, name, args.bank)
         for name in ("grad_cache", "cont_accum")
     }
     if (
@@ -216,7 +229,17 @@ def token_budget(args: Any, folder: str, dropout: float | None, rate: float) -> 
             "sentence-transformers: texts are padded, because flash attention is not available",
             file=sys.stderr,
         )
-    return {**cases, "sentence-transformers, cached, by tokens": lambda: peer.update(loss)}
+    cases[f"sentence-transformers, cached, {budget:,} tokens"] = lambda: peer.update(loss)
+    most, device = peak(lambda: peer.update(loss), peer.device), peer.device
+    within = budget
+    while within < int(sum(map(sum, trainee.lengths))):
+        larger = trainee_of(within * 5 // 4)
+        if peak(updates(larger, "grad_cache", args.bank), device) > most:
+            break
+        trainee, within = larger, within * 5 // 4
+    print(f"grad_cache with the peer's memory: {within:,} tokens", file=sys.stderr)
+    cases["contaccum grad_cache, the peer's memory"] = updates(trainee, "grad_cache", args.bank)
+    return cases
 
 
 def updates(trainee: Trainee, method: str, size: int) -> Callable[[], float]:
@@ -224,15 +247,11 @@ def updates(trainee: Trainee, method: str, size: int) -> Callable[[], float]:
     return lambda: trainee.update(method, bank)
 
 
-SAME_LOSS = (
-    "contaccum in_batch",
-    "contaccum grad_cache",
-    "contaccum grad_cache, by tokens",
-    "sentence-transformers, plain",
-    "sentence-transformers, cached",
-    "sentence-transformers, cached, by tokens",
-    "GradCache 0.0.1",
-)
+def compares_all(name: str) -> bool:
+    """Return whether a contender compares each of the N queries with all N passages."""
+    return name.startswith(
+        ("contaccum in_batch", "contaccum grad_cache", "sentence-transformers", "GradCache")
+    )
 
 
 def main() -> None:
@@ -260,7 +279,7 @@ def main() -> None:
     losses = {
         name: run()
         for name, run in make_cases(args, folder, dropout=0.0, rate=0.0).items()
-        if name in SAME_LOSS
+        if compares_all(name)
     }
     apart = max(losses.values()) - min(losses.values())
     if apart > AGREE and args.precision == "fp32":
@@ -269,6 +288,8 @@ def main() -> None:
         )
     cases = make_cases(args, folder, dropout=None, rate=1e-6)
     seconds = interleaved(cases, args.repeats)
+    bases = ["sentence-transformers, cached", "contaccum grad_accum"]
+    bases += [name for name in cases if name.startswith("sentence-transformers, cached, ")]
     device = torch.device("cuda" if args.device == "auto" and torch.cuda.is_available() else "cpu")
     rows = [
         {
@@ -276,10 +297,8 @@ def main() -> None:
             "seconds": summary(own),
             "loss": losses.get(name),
             "peak_bytes": peak(cases[name], device),
-            "ratios": {
-                other: ratio(seconds, name, other)
-                for other in ("sentence-transformers, cached", "contaccum grad_accum")
-            },
+            "operations": operations(cases[name], device),
+            "ratios": {other: ratio(seconds, name, other) for other in bases},
         }
         for name, own in seconds.items()
     ]
@@ -288,7 +307,9 @@ def main() -> None:
         "seconds",
         "÷ ST cached",
         "÷ `grad_accum`",
+        *(["÷ ST cached, by tokens"] if len(bases) > 2 else []),
         "peak MiB",
+        "operations",
         "loss, no dropout",
     ]
     lines = [about(args), table(heads, [cells(row) for row in rows])]
@@ -307,13 +328,20 @@ def peak(update: Callable[[], float], device: torch.device) -> int:
     return memory.bytes
 
 
+def operations(update: Callable[[], float], device: torch.device) -> int:
+    """Return the number of ATen operations of one update."""
+    with Count(device.type) as count:
+        update()
+    return count.operations
+
+
 def cells(row: dict[str, Any]) -> list[str]:
     spreads = (
         f"{s['median']:.3f} ({s['min']:.3f} to {s['max']:.3f})"
         for s in (row["seconds"], *row["ratios"].values())
     )
     loss = "other negatives" if row["loss"] is None else f"{row['loss']:.6f}"
-    return [row["name"], *spreads, f"{row['peak_bytes'] / 2**20:.0f}", loss]
+    return [row["name"], *spreads, f"{row['peak_bytes'] / 2**20:.0f}", row["operations"], loss]
 
 
 def about(args: Any) -> str:

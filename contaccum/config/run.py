@@ -82,6 +82,12 @@ class RunConfig(ProcessConfig):
                 f"run.metric is {self.metric!r}, expected MEASURE@K, such as ndcg@10 (MEASURE: "
                 f"{', '.join(METRIC_MEASURES)}; K: {', '.join(map(str, METRIC_CUTS))})"
             )
+        for name, steps in (("eval_steps", self.eval_steps), ("save_steps", self.save_steps)):
+            if steps > 1 and steps != int(steps):
+                yield (
+                    f"run.{name} is {steps}, expected a whole number of steps, or a share of the "
+                    "run below 1"
+                )
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
         if self.sharding == "none" and self.cpu_offload:
