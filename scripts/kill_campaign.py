@@ -85,7 +85,9 @@ def verbs(data: Path, model: Path, config: Path) -> dict[str, Verb]:
     return {
         "train": Verb(train, METHODS, ("model/**/*",)),
         "encode": Verb(encode, ("passage",), ("*",)),
-        "compare": Verb(compare, ("grad_accum,cont_accum",), ("runs/*/model/**/*", "tests.csv")),
+        "compare": Verb(
+            compare, ("grad_accum,cont_accum",), ("runs/*/model/**/*", "runs/*/metrics.json")
+        ),
     }
 
 

@@ -9,7 +9,6 @@ from contaccum.errors import InputError
 from contaccum.experiments.changed_queries import changed_queries
 from contaccum.experiments.page import MISSING, Section, Table, draw_all, html, legend, number, text
 from contaccum.experiments.run_records import (
-    AGES,
     Difference,
     RunGroup,
     RunRecord,
@@ -19,30 +18,13 @@ from contaccum.experiments.run_records import (
     for_order,
     group_runs,
     load_run_record,
-    mean_std,
     varied,
 )  # fmt: skip
 from contaccum.runtime.files import write_text
 
-# columns that the console shows only with --wide
-WIDE_ONLY = (
-    "N",
-    "B",
-    "bank",
-    "pairs/s",
-    "wait %",
-    "effect d",
-    "p t",
-)
+WIDE_ONLY = ("N", "B", "bank", "pairs/s", "wait %", "effect d", "p t")
+"""Columns that the console shows only with --wide."""
 SIGNIFICANT = 0.05  # largest p value of a significant difference
-SAME_MEMORY = (
-    0.05  # peaks count as equal if each exceeds the smallest of them by at most this share
-)
-MEMORY_NOTE = (
-    f"Settings count as equal in memory if no peak is more than {SAME_MEMORY:.0%} above the "
-    "smallest one. On a GPU, the peak is the allocated memory. On a CPU, it is the resident "
-    "memory of the process, which includes libraries and data."
-)
 
 
 def console_report(
@@ -113,36 +95,24 @@ def sections_of(
     metric: str,
     found: list[Difference],
     failed: Sequence[str] = (),
-    equal_cost: bool = False,
 ) -> list[Section]:
     """Return the sections of a report.
 
-    found: significance tests. failed: messages of failed runs. equal_cost: True if all runs have
-    equal cost; then the tables at equal batch size and at equal time are left out, because they
-    would mislead.
+    found: significance tests. failed: messages of failed runs.
     """
     sections = [
         Section("Result", verdict(groups, metric, found)),
         _quality_section(groups, metric, found, failed),
     ]
-    trained = [group for group in groups if group.method]
-    by_size = by_global_batch(trained)
-    for size, members in by_size.items() if len(by_size) > 1 and not equal_cost else ():
-        sections.append(Section(f"At equal N = {size}", (), [quality(members, metric)]))
-    if trained:
-        sections.append(
-            Section("At equal peak memory", (), [equal_memory(groups, metric)], (MEMORY_NOTE,))
-        )
-    if trained and not equal_cost:
-        sections.append(_time_section(groups, metric))
-    if (settings := settings_table(trained)).rows:
+    settings = settings_table([group for group in groups if group.method])
+    if settings.rows:
         sections.append(Section("Settings that differ", (), [settings]))
-    footnotes = (
+    footnote = (
         "s/step, pairs/s, grad ratio and negatives are medians over the steps of a run, without "
-        "the first step.",
-        *([age] if (age := constant_age(groups)) else []),
+        "the first step. On a GPU, the peak is the allocated memory. On a CPU, it is the resident "
+        "memory of the process, which includes libraries and data."
     )
-    sections.append(Section("Runs", (), [runs_table(groups, metric)], footnotes))
+    sections.append(Section("Runs", (), [runs_table(groups, metric)], (footnote,)))
     if any(run.environment for run in runs):
         sections.append(Section("Environment", (), [environments(runs)]))
     return sections
@@ -178,18 +148,6 @@ def verdict(groups: list[RunGroup], metric: str, found: list[Difference]) -> lis
             f"Compared with {reference} over {over} (corrected p below {SIGNIFICANT}): {parts}."
         )
     return words
-
-
-def constant_age(groups: list[RunGroup]) -> str | None:
-    """Return a sentence about the age of the bank's rows, or None if it varies."""
-    logged = [line for group in groups for run in group.runs for line in run.steps]
-    ages = {line[key] for line in logged for key in AGES if line.get(key) is not None}
-    if len(ages) != 1:
-        return None
-    return (
-        f"Age of all rows in the bank at the start of a step: {ages.pop():g} optimizer steps, in "
-        "every run."
-    )
 
 
 def _quality_section(
@@ -245,122 +203,29 @@ def quality(groups: list[RunGroup], metric: str) -> Table:
 
 def tests_table(found: list[Difference]) -> Table:
     """Return a table of tests: difference, 95 % interval, effect size and corrected p."""
-    rows = []
-    for test in found:
-        one = test.found
-        p_values = []
-        for p in (test.p_permutation, test.p_t, test.p_both):
-            p_values.append("< 0.0001" if p is not None and p < 0.0001 else number(p))
-        row = [
+    heads = [
+        "run", "against", "difference", "95 % interval", "effect d", "better / worse",
+        "p permutation", "p t", "p seeds and queries",
+    ]  # fmt: skip
+    rows = [
+        [
             test.group.label,
             test.reference.label,
-            f"{one.difference:+.4f}",
-            f"{one.low:+.4f} to {one.high:+.4f}",
-            f"{one.effect:+.2f}",
-            f"{one.wins} / {one.losses}",
+            f"{test.found.difference:+.4f}",
+            f"{test.found.low:+.4f} to {test.found.high:+.4f}",
+            f"{test.found.effect:+.2f}",
+            f"{test.found.wins} / {test.found.losses}",
+            p_value(test.p_permutation),
+            p_value(test.p_t),
+            p_value(test.p_both),
         ]
-        rows.append([*row, *p_values])
-    heads = [
-        "run",
-        "against",
-        "difference",
-        "95 % interval",
-        "effect d",
-        "better / worse",
+        for test in found
     ]
-    return Table([*heads, "p permutation", "p t", "p seeds and queries"], rows)
+    return Table(heads, rows)
 
 
-def equal_memory(groups: list[RunGroup], metric: str) -> Table:
-    """Return a table of the groups, sorted into classes of about equal peak memory.
-
-    Groups without peaks are left out.
-    """
-    peaks = {group.label: peak for group in groups if (peak := group.mean("peak_mib")) is not None}
-    left = sorted(
-        (group for group in groups if group.label in peaks), key=lambda group: peaks[group.label]
-    )
-    rows = []
-    while left:
-        least = peaks[left[0].label]
-        members = [group for group in left if peaks[group.label] <= least * (1 + SAME_MEMORY)]
-        left = left[len(members) :]
-        bounds = f"{least:.0f} to {least * (1 + SAME_MEMORY):.0f}"
-        for group in best_first(members, metric):
-            size, mib = (
-                text(group.setting("batch.global_batch_size")),
-                number(peaks[group.label], ".0f"),
-            )
-            rows.append([bounds, group.label, size, mib, *map(number, group.score(metric))])
-    return Table(["MiB", "run", "N", "peak MiB", metric, "sd"], rows)
-
-
-def _time_section(groups: list[RunGroup], metric: str) -> Section:
-    how = (
-        "Training seconds are the sum of the logged seconds per step, without evaluations, "
-        "checkpoints and drift measurements."
-    )
-    title, limited = "At equal training time", equal_time(groups, metric)
-    if limited is None:
-        return Section(
-            title, (), (), (f"No run was evaluated on dev (data.dev, run.eval_steps). {how}",)
-        )
-    seconds, table = limited
-    note = (
-        f"The time limit is {seconds:.1f} s, the total training time of the fastest setting. Each "
-        f"score is from the last dev evaluation within this limit. {how}"
-    )
-    return Section(title, (), [table], (note,))
-
-
-def equal_time(groups: list[RunGroup], metric: str) -> tuple[float, Table] | None:
-    """Return a training time in seconds, and a table of the dev scores of the groups at this time.
-
-    The training time of a group is that of its slowest run. The shortest time of all groups is
-    returned. Groups without dev scores are left out. Return None if no group remains.
-    """
-    trained = [group for group in groups if any(run.evaluations for run in group.runs)]
-    ends = [
-        [run.train_seconds for run in group.runs if run.train_seconds is not None]
-        for group in trained
-    ]
-    times = [max(seconds) for seconds in ends if seconds]
-    if not times:
-        return None
-    rows = []
-    for group in trained:
-        reached = [found for run in group.runs if (found := score_at(run, min(times), metric))]
-        mean, deviation = mean_std(score for _, score in reached)
-        steps = mean_std(step for step, _ in reached)[0]
-        total = number(group.mean("train_seconds"), ".1f")
-        rows.append(
-            [
-                group.label,
-                number(mean),
-                number(deviation),
-                str(len(reached)),
-                number(steps, ".0f"),
-                total,
-            ]
-        )
-    rows.sort(key=lambda row: row[1], reverse=True)
-    return min(times), Table(
-        ["run", f"dev {metric}", "sd", "seeds", "steps", "total train s"], rows
-    )
-
-
-def score_at(run: RunRecord, seconds: float, metric: str) -> tuple[int, float] | None:
-    """Return step and dev metric of the last evaluation in the first ``seconds``, or None."""
-    early = [
-        line
-        for line in run.evaluations
-        if run.evaluation_times.get(line["step"], float("inf")) <= seconds
-    ]
-    return (
-        (early[-1]["step"], early[-1]["dev"][metric])
-        if early and metric in early[-1]["dev"]
-        else None
-    )
+def p_value(p: float | None) -> str:
+    return "< 0.0001" if p is not None and p < 0.0001 else number(p)
 
 
 def settings_table(trained: list[RunGroup]) -> Table:

@@ -25,11 +25,8 @@ from contaccum.training.run_folder import CONFIG_FILE, flat, read_config
 MISSING = "-"  # empty cell of a table
 METRICS_FILE = "metrics.json"
 TUNED_FILE = "tuned.json"  # contains a DevScore as JSON
-
-
-SEED_SUFFIX = re.compile(
-    r"[-_. ]?(seed|s)?[-_=]?\d+$"
-)  # such as -seed1, at the end of a run's name
+SEED_SUFFIX = re.compile(r"[-_. ]?(seed|s)?[-_=]?\d+$")
+"""Seed at the end of a run's name, such as -seed1."""
 
 
 class DevScore(TypedDict):
@@ -81,26 +78,16 @@ class RunRecord:
 
         The time of evaluations, checkpoints and drift measurements is not counted.
         """
-        return dict(
-            zip(
-                [line["step"] for line in self.steps],
-                accumulate(self._totals("seconds")),
-                strict=True,
-            )
-        )
+        steps = [line["step"] for line in self.steps]
+        return dict(zip(steps, accumulate(self._totals("seconds")), strict=True))
 
     @cached_property
     def evaluation_times(self) -> dict[int, float]:
         """Step of an evaluation on dev -> seconds of training up to it, interpolated."""
         last = max(self.times, default=0)
         steps = [line["step"] for line in self.evaluations if line["step"] <= last]
-        return dict(
-            zip(
-                steps,
-                np.interp(steps, [0, *self.times], [0.0, *self.times.values()]).tolist(),
-                strict=True,
-            )
-        )
+        seconds = np.interp(steps, [0, *self.times], [0.0, *self.times.values()])
+        return dict(zip(steps, seconds.tolist(), strict=True))
 
     @property
     def train_seconds(self) -> float | None:
@@ -192,13 +179,6 @@ def load_run_record(folder: str | Path) -> RunRecord:
     return RunRecord(path, config, steps, evaluations, metrics, read_environment(path))
 
 
-# names in the log of the mean and the maximum age of the bank's rows
-AGES = (
-    "bank_age_mean",
-    "bank_age_max",
-)
-
-
 def for_order(score: float | None) -> float:
     """Return a sort key: the score, or a number below all scores for a run without a score."""
     return float("-inf") if score is None else score
@@ -215,9 +195,8 @@ def mean_std(values: Iterable[float | None]) -> tuple[float | None, float | None
     Without values, the mean is None; with fewer than two, the standard deviation is None.
     """
     known = [value for value in values if value is not None]
-    return statistics.mean(known) if known else None, statistics.stdev(known) if len(
-        known
-    ) > 1 else None
+    mean = statistics.mean(known) if known else None
+    return mean, statistics.stdev(known) if len(known) > 1 else None
 
 
 @dataclass

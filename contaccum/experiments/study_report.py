@@ -20,10 +20,9 @@ from contaccum.experiments.page import (
     draw_all,
     html,
     legend,
-    markdown,
     number,
 )
-from contaccum.experiments.report import runs_csv, sections_of, tests_table
+from contaccum.experiments.report import p_value, runs_csv, sections_of
 from contaccum.experiments.run_records import (
     Difference,
     RunGroup,
@@ -34,9 +33,7 @@ from contaccum.experiments.run_records import (
     load_run_record,
 )
 from contaccum.experiments.tuning import Budget, Tuned
-from contaccum.runtime.files import read_json, whole_file, write_json, write_text
-
-PLOTS = "plots"
+from contaccum.runtime.files import read_json, write_json, write_text
 
 
 class StudyResult(NamedTuple):
@@ -61,34 +58,25 @@ class StudyResult(NamedTuple):
 def write_report(output: Path, folders: Sequence[Path], result: StudyResult) -> Path:
     """Write the report to the folder ``output`` and return the path of report.html.
 
-    The other files are report.md, compare.json, runs.csv, tests.csv and the images in plots/.
-    folders: folders of the runs.
+    The other files are compare.json and runs.csv. folders: folders of the runs.
     """
     runs, metric = [load_run_record(folder) for folder in folders], result.metric
     groups = group_runs(runs, result.labels)
     found = differences(groups, metric, result.reference, result.equal_batch)
-    sections = sections_of(
-        runs, groups, metric, found, result.failed, equal_cost=not result.equal_batch
-    )
+    sections = sections_of(runs, groups, metric, found, result.failed)
     if result.budget is not None:
         sections.insert(1, _budget_section(groups, metric, found, result.budget))
     if result.tuned:
         sections.append(tuning_section(result.tuned, metric))
-    drawn = draw_all(groups, metric)
     write_json(output / "compare.json", as_json(groups, found, result))
-    for plot in drawn:
-        with whole_file(output / PLOTS / f"{plot.name}.png") as file:
-            file.write(plot.png)
-    for name, table in (("runs.csv", runs_csv(runs)), ("tests.csv", tests_table(found))):
-        lines = io.StringIO()
-        csv.writer(lines, lineterminator="\n").writerows([table.heads, *table.rows])
-        write_text(output / name, lines.getvalue())
-    write_text(output / "report.md", markdown("Comparison", sections, drawn, PLOTS))
+    table = runs_csv(runs)
+    lines = io.StringIO()
+    csv.writer(lines, lineterminator="\n").writerows([table.heads, *table.rows])
+    write_text(output / "runs.csv", lines.getvalue())
+    changed = changed_queries(groups, found, metric)
     page = output / "report.html"
-    write_text(
-        page,
-        html("Comparison", sections, drawn, legend(groups), changed_queries(groups, found, metric)),
-    )
+    plots = draw_all(groups, metric)
+    write_text(page, html("Comparison", sections, plots, legend(groups), changed))
     return page
 
 
@@ -109,39 +97,32 @@ def _budget_section(
 
 def equal_budget(groups: list[RunGroup], metric: str, found: list[Difference]) -> Table:
     """Return a table of each group's steps, cost, metric and difference from the reference."""
-    tests = {one.group.label: row for one, row in zip(found, tests_table(found).rows, strict=True)}
+    tests = {one.group.label: one for one in found}
     rows = []
     for group in best_first(groups, metric):
-        cost = [MISSING] * 4 if group.method is None else [*cost_of(group).values()]
-        p = tests.get(group.label, [MISSING] * 9)
-        seconds = number(group.mean("train_seconds"), ".1f")
-        seeds = str(len(group.scores(metric))) if group.method else MISSING
-        rows.append(
-            [
-                group.label,
-                *map(str, cost),
-                seconds,
-                *map(number, group.score(metric)),
-                seeds,
-                p[2],
-                p[3],
-                p[8],
-                p[6],
-            ]
-        )
-    heads = [
-        "run",
-        "N",
-        "steps",
-        "pairs",
-        "forward passes",
-        "train s",
-        metric,
-        "sd",
-        "seeds",
-        "difference",
-    ]
-    return Table([*heads, "95 % interval", "p seeds and queries", "p permutation"], rows)
+        score, deviation = group.score(metric)
+        row = [group.label]
+        if group.method is None:
+            row += [MISSING] * 6
+        else:
+            cost = cost_of(group)
+            row += [str(cost[name]) for name in ("N", "steps", "pairs", "forward_passes")]
+            row += [number(group.mean("train_seconds"), ".1f"), str(len(group.scores(metric)))]
+        row += [number(score), number(deviation)]
+        if test := tests.get(group.label):
+            interval = f"{test.found.low:+.4f} to {test.found.high:+.4f}"
+            row += [f"{test.found.difference:+.4f}", interval]
+            row += [p_value(test.p_both), p_value(test.p_permutation)]
+        else:
+            row += [MISSING] * 4
+        rows.append(row)
+    return Table(
+        [
+            "run", "N", "steps", "pairs", "forward passes", "train s", "seeds", metric, "sd",
+            "difference", "95 % interval", "p seeds and queries", "p permutation",
+        ],
+        rows,
+    )  # fmt: skip
 
 
 def cost_of(group: RunGroup) -> dict[str, int]:
@@ -232,21 +213,21 @@ def summary(output: Path, width: int | None = None) -> str:
 
 def tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:
     """Return a section: the chosen values, and the dev metric of each combination by rung."""
-    rows = []
+    names = _tuned_names(tuned)
+    shares = sorted({share for each in tuned for share in each.shares})
+    choices = []
+    tried = []
     for each in tuned:
         values = ", ".join(f"{name}={value}" for name, value in each.chosen or ()) or MISSING
         chosen = "all runs failed" if each.chosen is None else values
         count, cost = str(len(each.variant.candidates)), number(float(each.full_runs), ".2f")
-        rows.append([each.variant.label, count, cost, chosen, ", ".join(each.edges()) or MISSING])
-    shares = sorted({share for each in tuned for share in each.shares})
-    tried = [
-        [each.variant.label, *(dict(candidate).get(name, MISSING) for name in _tuned_names(tuned)),
-         *(number(rungs.get(share, {}).get(candidate)) for share in shares),
-         "chosen" if candidate == each.chosen else ""]
-        for each in tuned
-        for rungs in [dict(zip(each.shares, each.rungs, strict=True))]
-        for candidate in each.variant.candidates
-    ]  # fmt: skip
+        edges = ", ".join(each.edges()) or MISSING
+        choices.append([each.variant.label, count, cost, chosen, edges])
+        rungs = dict(zip(each.shares, each.rungs, strict=True))
+        for candidate in each.variant.candidates:
+            scores = [number(rungs.get(share, {}).get(candidate)) for share in shares]
+            row = [each.variant.label, *(dict(candidate).get(name, MISSING) for name in names)]
+            tried.append([*row, *scores, "chosen" if candidate == each.chosen else ""])
     heads = [f"{share} of the budget" if share < 1 else "full budget" for share in shares]
     notes = [
         f"The numbers are {metric} on dev with the first seed. All seeds use the chosen values; "
@@ -259,12 +240,9 @@ def tuning_section(tuned: Sequence[Tuned], metric: str) -> Section:
     ]
     if invalid := [f"{name}: {why}" for each in tuned for name, why in each.invalid.items()]:
         notes.append("Combinations that cannot be trained: " + "; ".join(invalid))
-    summary = Table(
-        ["setting", "combinations", "cost (1 = one full run)", "chosen", "at the edge"], rows
-    )
-    return Section(
-        "Tuning", (), [summary, Table(["setting", *_tuned_names(tuned), *heads, ""], tried)], notes
-    )
+    columns = ["setting", "combinations", "cost (1 = one full run)", "chosen", "at the edge"]
+    tables = [Table(columns, choices), Table(["setting", *names, *heads, ""], tried)]
+    return Section("Tuning", (), tables, notes)
 
 
 def _tuned_names(tuned: Sequence[Tuned]) -> list[str]:

@@ -10,14 +10,11 @@ from helpers import train_config
 
 from contaccum.config import to_yaml
 from contaccum.errors import InputError, install_command
-from contaccum.experiments.page import STYLE, curves, draw_all
+from contaccum.experiments.page import curves, draw_all
 from contaccum.experiments.report import (
     console_report,
-    equal_memory,
-    equal_time,
     quality,
     runs_table,
-    score_at,
     verdict,
 )
 from contaccum.experiments.run_records import differences, group_runs, load_run_record
@@ -110,21 +107,6 @@ def test_evaluation_between_two_logged_steps_has_a_time(tmp_path):
         )
     run = load_run_record(path)
     assert run.evaluation_times == {2: 2.0, 6: 7.0}  # no line says when step 11 ended
-    assert score_at(run, 7.0, "ndcg@10") == (6, 0.6)
-
-
-def test_equal_time_counts_every_seed_of_the_fastest_setting_to_its_end(tmp_path):
-    """The seeds end after 1 s and 3 s.
-
-    With their mean as the limit, the last score of the slower one would not count.
-    """
-    for seed, seconds in enumerate((1.0, 3.0)):
-        folder(tmp_path / f"{seed}", "grad_cache", [seconds], evaluations={1: 0.5}, seed=seed)
-    limit, table = equal_time(
-        group_runs([load_run_record(tmp_path / name) for name in "01"]), "ndcg@10"
-    )
-    assert limit == 3.0
-    assert table.rows == [["0 and 1 more", "0.5000", "0.0000", "2", "1", "2.0"]]
 
 
 def test_console_shows_seven_columns_and_the_best_run_first(tmp_path):
@@ -288,42 +270,6 @@ def test_mean_deviation_and_reference_equal_hand_computed_values(tmp_path):
     assert found[0].p_permutation == pytest.approx(min(1.0, 2 * found[0].found.p_permutation))
 
 
-def test_equal_time_uses_the_last_evaluation_before_the_fastest_run_ends(tmp_path):
-    """The fastest setting takes 8 s.
-
-    At 3 s per step the others end step 2 by then, with scores 0.3, and 0.2 and 0.3.
-    """
-    runs = study(tmp_path)
-    seconds, table = equal_time(group_runs(runs), "ndcg@10")
-    assert seconds == 8.0
-    assert table.rows == [
-        ["c16", "0.6000", "0.0000", "2", "4", "8.0"],
-        ["g", "0.3000", "0.0000", "2", "2", "12.0"],
-        ["c24", "0.2500", "0.0707", "2", "2", "12.0"],
-    ]
-    assert score_at(runs[0], 1.9, "ndcg@10") is None
-    assert score_at(runs[0], 2.0, "ndcg@10") == (1, 0.1)
-
-
-def test_equal_memory_classes_equal_hand_computed_ones(tmp_path):
-    """Peaks of 100, 104 and 106 MiB: the first two are within 5 % of 100."""
-    for name, method, peak, score in (
-        ("a", "in_batch", 106, 0.9),
-        ("b", "grad_accum", 100, 0.3),
-        ("c", "grad_cache", 104, 0.4),
-    ):
-        run = folder(tmp_path / name, method, [1.0], score)
-        line = json.loads((run / "log.jsonl").read_text())
-        (run / "log.jsonl").write_text(json.dumps({**line, "peak_memory": peak * 2**20}) + "\n")
-    rows = equal_memory(
-        group_runs([load_run_record(tmp_path / name) for name in "abc"]), "ndcg@10"
-    ).rows
-    assert [row[:4] for row in rows] == [
-        ["100 to 105", "c", "16", "104"], ["100 to 105", "b", "16", "100"],
-        ["106 to 111", "a", "16", "106"],
-    ]  # fmt: skip
-
-
 def test_each_global_batch_size_has_its_own_reference(tmp_path):
     for name, method, size, score in (
         ("a", "grad_cache", 16, 0.5),
@@ -379,20 +325,6 @@ def test_long_curves_are_averaged_over_neighbouring_steps(tmp_path):
         "loss",
         "grad-ratio",
     }
-
-
-def test_tex_characters_in_the_name_of_a_run_are_drawn_as_they_are(tmp_path, monkeypatch):
-    names = ["$_{", "run $x^$ \\frac{"]
-    groups = []
-    for number, name in enumerate(names):
-        groups += group_runs(
-            [load_run_record(folder(tmp_path / name, "grad_accum", [1.0] * 3, seed=number))]
-        )
-        groups[-1].label = name
-    assert all(plot.png.startswith(b"\x89PNG") for plot in draw_all(groups, "ndcg@10"))
-    monkeypatch.setitem(STYLE, "text.parse_math", True)
-    with pytest.raises(ValueError, match="Exception: Expected"):  # negative control
-        draw_all(groups, "ndcg@10")
 
 
 def test_report_without_matplotlib_names_the_extra_to_install(tmp_path, monkeypatch):
