@@ -139,7 +139,7 @@ def test_durations_and_sizes_are_readable():
 
 DEMO = [
     "--config", "configs/study/demo.yaml", "--model.tiny_vocabulary", "300",
-    "--batch.micro_batch_size", "4",
+    "--batch.micro_batch_size", "4", "--replay.share", "1",
 ]  # fmt: skip
 
 
