@@ -94,7 +94,7 @@ DEV_PASSAGES = (200, 2000)  # least and greatest number of passages in the small
 DEV_QUERIES = (50, 300)
 REPORT_SECONDS = 60.0
 SAMPLE = 1024  # maximum number of texts that are encoded to predict the time of encoding
-PREDICTION_SHARE = 0.1  # share of the time limit after which no larger sample is encoded
+SAMPLE_SHARE = 0.03  # share of the time limit that encoding a sample may take
 # Factors of the predictions, measured with all-MiniLM-L6-v2 on two CPU cores. They only have to
 # serve until the stage was measured.
 TRAINING_PASS = 1.5  # one forward pass in training / encoding: dropout, and padding to random texts
@@ -236,14 +236,12 @@ class Auto:
         loading = time.monotonic()
         encoder = build_encoder(self.base, train_set, encoding_device(self.base.run.device))
         load = time.monotonic() - loading
-        left = PREDICTION_SHARE * self.total - state.elapsed
-        queries = train_set.queries["text"][:SAMPLE]
-        query = encoding_seconds(encoder.encode_queries, queries, 0.2 * left)
-        passage = encoding_seconds(encoder.encode_passages, sample(train_set.passages), 0.4 * left)
+        limit = SAMPLE_SHARE * self.total
+        query = encoding_seconds(encoder.encode_queries, train_set.queries["text"][:SAMPLE], limit)
+        passage = encoding_seconds(encoder.encode_passages, sample(train_set.passages), limit)
         test_passage = passage
         if judged and self.test["data"] != self.data.train:
-            texts = sample(judged.corpus)
-            test_passage = encoding_seconds(encoder.encode_passages, texts, 0.4 * left)
+            test_passage = encoding_seconds(encoder.encode_passages, sample(judged.corpus), limit)
         del encoder
         Engine.free_memory()
 
@@ -585,19 +583,17 @@ def encoding_seconds(
 ) -> float:
     """Return the seconds to encode one of the texts, measured on 64 or more of them.
 
-    A larger sample follows until one takes a second, or until the next one would end after
-    ``limit`` seconds. Half a second is always measured, because a loaded machine works in bursts.
+    A larger sample follows until one takes a second. The next sample is left out if it may take
+    longer than ``limit`` seconds.
     """
     encode(texts[:1])  # the first call is slower, because it loads libraries
-    start = time.perf_counter()
     count = 4
     while True:
         began = time.perf_counter()
         encode(texts[:count])
-        now = time.perf_counter()
-        seconds = now - began
-        over = seconds >= 0.5 and now - start + 4 * seconds > limit
-        if over or count >= len(texts) or (count >= 64 and seconds >= 1):
+        seconds = time.perf_counter() - began
+        enough = count >= 64 and seconds >= 1
+        if enough or count >= len(texts) or 4 * seconds > limit:
             return seconds / min(count, len(texts))
         count *= 4
 

@@ -102,14 +102,8 @@ class State:
         return self.spent + time.monotonic() - self.began
 
     def expected(self, key: str) -> float:
-        """Return the measured or predicted seconds of a stage.
-
-        If the dev evaluation took longer than predicted, so will all other stages.
-        """
-        if key in self.seconds:
-            return self.seconds[key]
-        dev = self.predicted["dev"]
-        return max(1.0, self.seconds.get("dev", dev) / dev) * self.predicted[key]
+        """Return the measured or predicted seconds of a stage."""
+        return self.seconds.get(key, self.predicted[key])
 
     def evaluations(self, total: float) -> int:
         """Return the number of dev evaluations of the final run: 4, or fewer if they take long."""

@@ -147,19 +147,6 @@ def test_a_measured_stage_replaces_its_prediction(planned):
         made._check_time()
 
 
-def test_a_slow_dev_evaluation_lengthens_all_predictions(planned):
-    """It shows that the machine is slower than the encoded sample said."""
-    made = planned("150s")[0]
-    made.state.seconds["dev"] = PREDICTED["dev"]
-    made._check_time()  # negative control
-    made.state.seconds["dev"] = 4 * PREDICTED["dev"]
-    assert made.state.expected("untrained") == 4 * PREDICTED["untrained"]
-    with pytest.raises(InputError, match="takes about 1 min 20 s,"):
-        made._check_time()
-    made.state.seconds["dev"] = 0.5 * PREDICTED["dev"]
-    assert made.state.expected("untrained") == PREDICTED["untrained"]
-
-
 def test_a_call_that_has_begun_trains_in_little_time(planned):
     """A new call would be refused; after a kill, the evaluations that are done would be lost."""
     made = planned("90s")[0]
@@ -262,11 +249,8 @@ def test_the_rate_is_that_of_64_texts_if_the_time_allows(monkeypatch):
     assert auto.encoding_seconds(encode, texts, limit=100.0) == pytest.approx(0.1)
     assert calls == [1, 4, 16, 64]
     calls.clear()
-    assert auto.encoding_seconds(encode, texts, limit=3.0) == pytest.approx(0.1)
+    assert auto.encoding_seconds(encode, texts, limit=2.0) == pytest.approx(0.1)
     assert calls == [1, 4, 16]
-    calls.clear()
-    assert auto.encoding_seconds(encode, texts, limit=-1.0) == pytest.approx(0.1)
-    assert calls == [1, 4, 16]  # 4 texts took less than half a second
 
 
 def test_tuning_ends_when_its_time_is_over(planned):
