@@ -418,7 +418,7 @@ COMMANDS = {
         "train with several methods, settings and seeds, and compare the results",
         "Train every combination of methods, varied settings and seeds, each in its own process "
         "and its own folder in output_dir/runs. Evaluate all runs on the same test data, and write "
-        "report.html, report.md, compare.json, runs.csv, tests.csv and plots/ to output_dir. With "
+        "report.html, compare.json and runs.csv to output_dir. With "
         "--budget, every run gets as many steps as the budget allows. With --tune, each method "
         "uses the values that are best on dev. A second call runs only what is missing. Accepts "
         "every setting of `contaccum train`.",
