@@ -254,6 +254,8 @@ def read_json(path: str | Path, type_: Any = Any, *, version: int | None = None)
 def read_text(path: str | Path, what: str) -> str:
     """Read a UTF-8 file. what: name for error messages, such as "a JSON file"."""
     refuse_url(path)
+    if Path(path).is_fifo():  # without a writer, opening it would block
+        raise InputError(f"{path}: not a regular file; expected {what}")
     try:
         return Path(path).read_text(encoding="utf-8-sig")  # drops a byte order mark
     except UnicodeDecodeError as error:
