@@ -57,6 +57,8 @@ def evaluate(
     if not isinstance(data, RetrievalSet):
         about |= {"data": data, "split": split}
 
+    if evaluator not in ("contaccum", "beir"):
+        raise InputError(f"evaluator is {evaluator!r}; expected contaccum or beir")
     if evaluator == "beir":
         usual = asdict(replace(DEFAULTS, batch_tokens=settings.batch_tokens)) | asdict(
             DEFAULT_POLICY

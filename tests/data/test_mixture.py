@@ -257,9 +257,6 @@ def test_unused_options_are_named(sets, tmp_path):
     config.data = mixed(sets, split="dev")
     with pytest.warns(UserWarning, match="data.split has no effect with data.mixture"):
         validate(config)
-    config.data = DataConfig(train=sets[0], mixture_batches="one_set")
-    with pytest.warns(UserWarning, match="data.mixture_batches has no effect without data.mixture"):
-        validate(config)
 
 
 def test_mixture_sampler_differs_from_sampler_of_concatenated_sets(sets):

@@ -190,7 +190,7 @@ def test_metrics_of_a_finished_set_are_printed_before_a_later_set_fails(tmp_path
         ("dpr/nq-trains", "no DPR file has this name"),
         ("scifacts", "no folder or data set has this name"),
         ("missing.jsonl", "no such file"),
-        ("hub:a/b?query=x", "not the name of a Hub data set"),
+        ("hub:a/b?query=x", "no such file"),
     ],
 )
 def test_a_misspelt_later_set_is_found_before_the_model_is_loaded(name, said, tmp_path, capsys):

@@ -186,7 +186,7 @@ def test_pushes_of_unequal_size_reuse_the_logits_of_the_loss(monkeypatch):
                 torch.empty(b, 1, DIM, device=META),
             )
             value = loss(queries, passages, RowIds(ids, ids), bank)
-            with Count() as count:
+            with Count("meta") as count:
                 bank.push(queries, passages, RowIds(ids, ids), value.computed if reused else ())
             counts.append(count.operations)
         most[reused] = max(counts[-18:])

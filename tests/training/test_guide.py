@@ -196,10 +196,6 @@ MISSING = (
             ["--loss.guide", "data/corpus.jsonl"],
             "loss.guide: data/corpus.jsonl: this is not a folder",
         ),
-        (
-            ["--loss.guide", "tiny"],
-            "loss.guide is 'tiny', which has random weights and cannot detect false negatives",
-        ),
     ],
 )
 def test_unusable_guide_is_refused_before_anything_is_loaded(
