@@ -1,4 +1,4 @@
-"""The plots of docs/results/study.md, made from the packed runs.
+"""The plots of docs/results/small_encoder.md, made from the packed runs.
 
     python benchmarks/study/plots.py docs/results/study.jsonl.gz docs/results
 

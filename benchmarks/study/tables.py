@@ -1,4 +1,4 @@
-"""The tables of docs/results/study.md and study_tables.md, made from the packed runs.
+"""The tables of docs/results/small_encoder.md and study_tables.md, made from the packed runs.
 
     python benchmarks/study/tables.py docs/results/study.jsonl.gz [TABLE...] [--page
     docs/results/study_tables.md]

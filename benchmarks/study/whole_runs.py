@@ -1,4 +1,4 @@
-"""Runs of the study with whole encoders, as docs/results/study.md planned them.
+"""Runs of the study with whole encoders, as docs/results/whole_encoders.md planned them.
 
     python benchmarks/study/whole_runs.py SETS MODEL OUT [--workers 15] [--minutes 60]
 

@@ -1,5 +1,5 @@
-"""Scripts of docs/results/study.md: reduced data, changed methods, packed runs, and equality of the
-page's tables."""
+"""Scripts of the studies in docs/results: reduced data, changed methods, packed runs, and equality
+of the page's tables."""
 
 import gzip
 import json
@@ -191,7 +191,7 @@ def test_tables_of_the_page_equal_those_of_the_packed_runs():
     studies = tables.read_pack(results / "study.jsonl.gz")
     main_page, tables_page = (
         tables.MARKED.findall((results / name).read_text())
-        for name in ("study.md", "study_tables.md")
+        for name in ("small_encoder.md", "study_tables.md")
     )
     assert len(main_page) == 1
     assert len(tables_page) > 5
