@@ -20,8 +20,8 @@ from contaccum.data.retrieval_set import JudgedSplit, RetrievalSet
 from contaccum.data.train_set import TrainSet
 from contaccum.encoder import DualEncoder, EncoderSettings, Tower
 from contaccum.encoder.tokenizer import wordpiece_tokenizer
-from contaccum.formats.readers import numbered_corpus, numbered_examples, numbered_queries
-from contaccum.formats.records import Example, Passage, Query
+from contaccum.formats.readers import numbered_corpus, numbered_examples
+from contaccum.formats.records import Example, Passage
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.loss import InfoNCE
@@ -397,10 +397,6 @@ def judged_split(path: Path, split: str, **policy: int) -> JudgedSplit:
 
 def read_corpus(path: Path) -> Iterator[Passage]:
     return (passage for _, passage in numbered_corpus(path))
-
-
-def read_queries(path: Path) -> Iterator[Query]:
-    return (query for _, query in numbered_queries(path))
 
 
 def read_examples(path: Path) -> Iterator[Example]:

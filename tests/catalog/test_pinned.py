@@ -310,7 +310,6 @@ def test_queries_of_several_splits_over_one_corpus_are_written_once(hub):
     ("name", "sentence"),
     [
         ("NFCorpsu", "no MTEB retrieval task has this name; similar names are NFCorpus"),
-        ("zzzzzz", "has this name$"),
         ("NFCorpus/de", "mteb/NFCorpus/de: not a data set; expected mteb/NFCorpus$"),
         ("MIRACLRetrieval", "expected mteb/MIRACLRetrieval/ and one of ar, bn, de, en"),
     ],
@@ -383,7 +382,7 @@ def test_a_subset_has_its_own_judgements_and_the_queries_of_the_only_query(hub):
     assert (found.qrels, found.queries) == ({"q0": {"de-qrels": 1}}, {"q0": "query"})
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", "-00000-of-00001.parquet", ".csv"])
+@pytest.mark.parametrize("ending", [".jsonl.gz", "-00000-of-00001.parquet"])
 def test_examples_of_the_hub_are_read(ending, hub):
     rows = {"query": ["2020-01-01", "b"], "positive": ["2021-01-01", "x"]}
     card(hub.folder / "owner" / "set", {"default": {"train": (f"train{ending}", rows)}})
@@ -407,26 +406,16 @@ def graded(score: object) -> Parts:
 GRADE = "must be an integer from -99999 to 99999"
 BROKEN: list[tuple[Parts, str]] = [
     (graded(None), rf"test.jsonl:1: the grade is 'null'; it {GRADE}"),
-    (graded("x"), rf"test.jsonl:1: the grade is 'x'; it {GRADE}"),
     ({"default": one("test-00000-of-00001.parquet", query_id_="q0", corpus_id_="p0", score=0.7)},
      rf"test-00000-of-00001.parquet, row 1: the grade is '0.7'; it {GRADE}"),
     ({"default": one("test.jsonl", query_id_=None, corpus_id_="p0")},
      ":1: field 'query-id' is null; it must be an id"),
     ({"queries": one("q.jsonl", id=1.5, text="x")},
      "q.jsonl:1: field 'id' is the number 1.5; it must be an id"),
-    ({"queries": one("q-00000-of-00001.parquet", _id=b"q", text="x")},
-     "row 1: field '_id' is a bytes; it must be"),
     (
         {"queries": {split: (f"{split}.jsonl", QUERIES) for split in ("dev", "train")}},
         "no split has both queries and judgements. Splits with only queries: dev, train. Splits "
         "with only judgements: test.",
-    ),
-    ({"corpus": {"c": ("c.jsonl", CORPUS_ROWS)}},
-     "configuration 'queries' not found; available: corpus"),
-    (
-        {"corpus": {"c": ("c.jsonl", {"_id": ["p0"]})}},
-        r"mteb/SciFact: .*/c.jsonl:1: field 'text' is missing \(other fields: '_id'\); it is "
-        r"required and must be a string",
     ),
 ]  # fmt: skip
 
@@ -450,12 +439,9 @@ def test_a_repository_in_another_layout_is_refused_in_one_sentence(parts, senten
 @pytest.mark.parametrize(
     ("file", "damage", "sentence"),
     [
-        ("c.jsonl.gz", lambda c: c[: len(c) // 2], "the gzip stream is damaged or truncated"),
         ("c.jsonl", lambda content: content[:-5], r":2: not JSON \(.*\); each line must be a row"),
         ("c-00000-of-00001.parquet", lambda content: content[:-5],
          r"cannot be read after row 0 .* probably damaged"),
-        ("c.csv.gz", lambda content: gzip.compress(b"_id,text\np,x\n")[:-4],
-         r"cannot be read after row [01] \(.*end"),
         ("c.tsv", lambda content: b"", r"cannot be read after row 0 \(No columns"),
     ],
 )  # fmt: skip
@@ -485,11 +471,9 @@ HEAD = "configs:\n- config_name: {}\n  data_files:"
             r"README.md: its metadata cannot be read \(while parsing a flow "
             r"sequence",
         ),
-        ("configs: 5", "Expected configs to be a list"),
-        ("[" * 3000, "README.md: its metadata cannot be read"),
         *(
             (HEAD.format("corpus") + each, "mteb/SciFact: cannot be loaded from the Hub")
-            for each in (" 5", " [[x]]", " {test: {a: b}}", "\n  - split: ../a\n    path: x.jsonl")
+            for each in (" 5", "\n  - split: ../a\n    path: x.jsonl")
         ),
         (HEAD.format("corpus") + "\n" + "  - split: a\n    path: x.jsonl\n" * 2,
          "Some splits are duplicated"),

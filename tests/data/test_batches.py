@@ -10,7 +10,7 @@ from helpers import open_train_set
 from tiny_data import beir
 
 from contaccum.batch import MISSING, NO_PASSAGE, RowIds
-from contaccum.data.batches import Batches, BatchForm, pad
+from contaccum.data.batches import Batches, BatchForm
 from contaccum.data.sampler import StepSampler
 from contaccum.runtime.prefetch import prefetch
 
@@ -39,14 +39,6 @@ def parts(tmp_path):
     train_set = open_train_set(beir(tmp_path, qrels, passages=22, queries=20), hard_negatives=1)
     sampler = StepSampler(train_set, seed=1, global_batch_size=8, hard_negatives=1)
     return train_set, sampler, Rows(len(train_set.queries)), Rows(len(train_set.passages))
-
-
-def test_texts_are_padded_at_their_ends():
-    rows = [np.array([5, 6, 7], dtype=np.int32), np.array([8], dtype=np.int32)]
-    padded = pad(rows, 9)
-    assert padded.input_ids.tolist() == [[5, 6, 7], [8, 9, 9]]
-    assert padded.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert padded.input_ids.dtype == padded.attention_mask.dtype == torch.int64
 
 
 @pytest.mark.parametrize("tokens", [None, 24])

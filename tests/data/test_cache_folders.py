@@ -56,11 +56,7 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
 
-def lengthen(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0" * 9)
-
-
-DAMAGES = [cut, lengthen, Path.unlink, lambda path: path.write_bytes(b"")]
+DAMAGES = [cut, Path.unlink]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -68,8 +64,6 @@ DAMAGES = [cut, lengthen, Path.unlink, lambda path: path.write_bytes(b"")]
     ("kind", "file"),
     [
         ("corpus", "passages.arrow"),
-        ("corpus", "about.json"),
-        ("examples", "queries.arrow"),
         ("examples", "positives_values.npy"),
         ("examples", "passages.arrow"),
     ],
@@ -99,7 +93,7 @@ def test_tables_of_another_version_are_built_again_in_silence(kind, tmp_path, mo
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("file", ["tokens.bin", "offsets.npy", "about.json"])
+@pytest.mark.parametrize("file", ["tokens.bin", "about.json"])
 def test_damaged_token_tables_are_made_again(file, damage, tmp_path):
     tokenizer = tiny_encoder().query_tower.tokenizer
     texts = Dataset.from_dict({"text": [f"word {number}" for number in range(9)]})
@@ -137,9 +131,7 @@ commands.convert(*sys.argv[2:], split="test")
 """
 
 
-@pytest.mark.parametrize(
-    ("to", "call"), [*(("jsonl", n) for n in (1, 2, 3)), *(("beir", n) for n in (1, 3, 5, 6))]
-)
+@pytest.mark.parametrize(("to", "call"), [("jsonl", 2), ("beir", 1), ("beir", 5)])
 def test_the_next_conversion_removes_what_a_killed_one_left(to, call, tmp_path):
     target = tmp_path / "out" / "set"
     source = tmp_path / "d" if to == "jsonl" else tmp_path / "pairs.jsonl"

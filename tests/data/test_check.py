@@ -7,7 +7,6 @@ import pytest
 from tiny_data import beir, context, dpr, lines, write, write_gzip
 
 from contaccum import evaluate
-from contaccum.config.commands import DataPolicy
 from contaccum.data.commands import check, render
 from contaccum.errors import InputError
 
@@ -65,12 +64,6 @@ def test_queries_with_the_id_of_a_positive_are_counted(tmp_path):
         )
 
 
-def test_strict_refuses_queries_without_a_positive(tmp_path):
-    beir(tmp_path, "q0\tp0\t1\nq1\tp1\t0\n")
-    with pytest.raises(InputError, match="'q1'"):
-        check(tmp_path, policy=DataPolicy(strict=True))
-
-
 def test_check_reports_statistics_of_examples(tmp_path):
     records = [
         dpr("one two?", [context(1), context(2)], [context(3)], [context(4)]),
@@ -115,18 +108,6 @@ def test_file_name_or_title_decides_between_corpus_and_queries(tmp_path):
         UserWarning, match="read the file as queries, because its first records have no title"
     ):
         assert check(write(tmp_path / "other.jsonl", lines(bare)))["queries"] == 1
-
-
-def test_check_with_repair_accepts_a_flawed_set(tmp_path):
-    beir(tmp_path)
-    write(
-        tmp_path / "corpus.jsonl",
-        (tmp_path / "corpus.jsonl").read_text() + lines({"_id": "p0", "text": "new"}),
-    )
-    with pytest.raises(InputError, match="'p0'"):
-        check(tmp_path)
-    with pytest.warns(UserWarning, match="1 passages"):
-        assert check(tmp_path, policy=DataPolicy(repair=True))["passages"] == 6
 
 
 def test_check_counts_and_validates_teacher_scores(tmp_path):

@@ -100,15 +100,6 @@ def test_beir_to_beir_keeps_the_whole_corpus_and_split_name(tmp_path):
     assert meaning(tmp_path / "t", "dev") == meaning(tmp_path / "s", "dev")
 
 
-def test_queries_without_a_positive_are_skipped(tmp_path):
-    source = write(
-        tmp_path / "s.jsonl", lines({"query": "a", "pos": []}, {"query": "b", "pos": ["x"]})
-    )
-    with pytest.warns(UserWarning, match="1 queries"):
-        convert(source, tmp_path / "t", "dpr")
-    assert [example.query.text for example in read_examples(tmp_path / "t")] == ["b"]
-
-
 def test_a_non_empty_target_is_refused(tmp_path):
     source = beir(tmp_path / "s")
     file = write(tmp_path / "file", "mine")

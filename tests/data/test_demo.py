@@ -2,9 +2,6 @@
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from importlib.metadata import version
 from inspect import getdoc
 from pathlib import Path
@@ -99,19 +96,6 @@ def test_pairs_are_those_of_the_imported_docstrings(made):
         found = passages[query].split()
         # markup and the fields of templates differ
         assert sum(word in words for word in found) > 0.9 * len(found), query
-
-
-@pytest.mark.acceptance
-def test_another_process_makes_the_same_bytes(made, tmp_path):
-    folder, printed = made
-    call = [sys.executable, "-m", "contaccum", "data", "demo", str(tmp_path / "again")]
-    environment = {**os.environ, "PYTHONHASHSEED": "2"}
-    done = subprocess.run(call, env=environment, check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == printed.splitlines()[-1]
-    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    assert len(files) == 5
-    for name in files:
-        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
 
 
 def test_the_checksum_of_the_pinned_versions(made):

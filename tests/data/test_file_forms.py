@@ -31,7 +31,7 @@ def said_by(capsys, *words: str) -> str:
 
 
 @pytest.mark.parametrize("form", ["lines", "list", "list over many lines"])
-@pytest.mark.parametrize("name", ["x.json", "x.jsonl", "X.JSONL", "x.json.gz", "x.txt"])
+@pytest.mark.parametrize("name", ["X.JSONL", "x.json.gz"])
 @pytest.mark.parametrize(
     ("record", "kind"),
     [(PAIRS[1], "jsonl"), (TEVATRON, "tevatron"), (DPR, "dpr"), (PASSAGE, "corpus")],
@@ -48,13 +48,10 @@ def test_lists_and_lines_are_told_by_their_fields(form, name, record, kind, tmp_
     ("record", "columns"),
     [
         ({"anchor": "one", "positive": "a"}, "query=anchor&pos=positive"),
-        ({"query": "one", "positive": "a"}, "query=query&pos=positive"),
-        ({"question": "one", "answer": "a"}, "query=question&pos=answer"),
         (
             {"anchor": "one", "positive": "a", "negative": "b"},
             "query=anchor&pos=positive&neg=negative",
         ),
-        ({"sentence1": "one", "sentence2": "a"}, "query=sentence1&pos=sentence2"),
     ],
 )
 def test_the_hub_form_of_the_message_reads_the_file(record, columns, tmp_path, capsys):
@@ -75,7 +72,7 @@ def test_fields_without_a_usual_name_are_columns_to_fill_in(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("ending", ["csv", "CSV", "tsv", "TSV"])
+@pytest.mark.parametrize("ending", ["csv", "TSV"])
 def test_a_csv_with_a_header_gets_the_form_that_reads_it(ending, tmp_path, capsys):
     tab = "," if ending.lower() == "csv" else "\t"
     rows = [("anchor", "positive", "negative", "note"), ("one", "a", "b", "1")]
@@ -87,7 +84,7 @@ def test_a_csv_with_a_header_gets_the_form_that_reads_it(ending, tmp_path, capsy
 
 
 @pytest.mark.parametrize("folder", [True, False])
-@pytest.mark.parametrize("name", ["T.CSV", "t.csv", "T.JSONL", "t.csv.gz"])
+@pytest.mark.parametrize("name", ["T.CSV", "T.JSONL", "t.csv.gz"])
 def test_endings_in_capitals_and_columns_with_signs_work(folder, name, tmp_path):
     columns = ["query", "Q&A", "x, y", "100%"]
     if "csv" in name.lower():
@@ -110,7 +107,7 @@ def test_an_unknown_column_is_answered_with_names_that_can_be_given(tmp_path):
         open_dataset(f"hub:{path}?query=query&pos=Q&A", "train").examples()
 
 
-@pytest.mark.parametrize("zero", [0, 0.0, False, "0"])
+@pytest.mark.parametrize("zero", [0, "0"])
 def test_rows_with_label_0_are_warned_of_at_every_use(zero, tmp_path):
     rows = [{"sentence1": "a", "sentence2": "b", "label": label} for label in (1, zero, zero)]
     path = write(tmp_path / "pairs.jsonl", lines(*rows))
@@ -143,25 +140,20 @@ def test_a_folder_with_two_configurations_gets_the_form_that_works(tmp_path, cap
     ("text", "encoding", "guess"),
     [
         ("café crème", "cp1252", "probably cp1252 (Windows). Convert the file: iconv -f CP1252 -t"),
-        ("naïve “quotes”", "cp1252", "probably cp1252"),
-        ("Größe", "latin-1", "probably cp1252"),
         ("北京是首都", "gb18030", "perhaps GB18030, Shift_JIS or cp1251. Convert the file: iconv"),
         ("日本の首都", "shift_jis", "perhaps GB18030, Shift_JIS or cp1251"),
-        ("столица России", "cp1251", "perhaps GB18030, Shift_JIS or cp1251"),
     ],
 )
-@pytest.mark.parametrize("form", ["jsonl", "corpus", "csv", "queries.tsv"])
+@pytest.mark.parametrize("form", ["jsonl", "csv", "queries.tsv"])
 def test_the_encoding_of_a_file_is_guessed(text, encoding, guess, form, tmp_path):
     content = {
         "jsonl": lines(*PAIRS) + f'{{"query": "{text}", "pos": ["a"]}}\n',
-        "corpus": lines(PASSAGE) + f'{{"_id": "2", "title": "", "text": "{text}"}}\n',
         "csv": f"query,pos\none,a\n{text},b\n",
         "queries.tsv": f"1\tone\n2\t{text}\n",
     }[form]
     path = write(tmp_path / f"x.{form}", content.encode(encoding))
     name = f"hub:{path}?query=query&pos=pos" if form == "csv" else path
     read = {
-        "corpus": lambda data: data.corpus,
         "queries.tsv": lambda data: data.queries,
         "jsonl": lambda data: data.examples(),
         "csv": lambda data: data.examples(),
@@ -176,18 +168,10 @@ def test_the_encoding_of_a_file_is_guessed(text, encoding, guess, form, tmp_path
     assert read(open_dataset(name, "train"))
 
 
-def test_utf_16_is_recognized(tmp_path):
-    path = write(tmp_path / "x.jsonl", lines(*PAIRS).encode("utf-16"))
-    with pytest.raises(InputError, match=r"encoding is probably UTF-16\..* -f UTF-16"):
-        open_dataset(path).examples()
-
-
 # files without texts
 
 
-@pytest.mark.parametrize(
-    "content", ["1\tone\tT\n2\ttwo 2\tT2\n", "1\t7 is a prime\t1\n", "d1\tx y\n"]
-)
+@pytest.mark.parametrize("content", ["1\tone\tT\n2\ttwo 2\tT2\n", "d1\tx y\n"])
 def test_short_passages_are_a_corpus(content, tmp_path):
     assert len(open_dataset(write(tmp_path / "p.tsv", content)).corpus) == content.count("\n")
 
@@ -195,8 +179,8 @@ def test_short_passages_are_a_corpus(content, tmp_path):
 # gzipped outputs and odd texts
 
 
-@pytest.mark.parametrize("ending", [".gz", ".GZ"])
-def test_outputs_with_the_ending_gz_are_gzipped(ending, tmp_path):
+def test_outputs_with_the_ending_gz_are_gzipped(tmp_path):
+    ending = ".GZ"
     data = str(beir(tmp_path / "d"))
     texts = [{"_id": f"p{n}", "text": f"answer to query {n}"} for n in range(6)]
     write(tmp_path / "d" / "corpus.jsonl", lines(*texts))
@@ -213,7 +197,7 @@ def test_outputs_with_the_ending_gz_are_gzipped(ending, tmp_path):
     assert len(open_dataset(tmp_path / f"mined.jsonl{ending}").examples()) == 3
 
 
-@pytest.mark.parametrize("query", ["null", "~", "true", "3", "[text]", "{text: 1}", "2020-01-01"])
+@pytest.mark.parametrize("query", ["null", "~", "[text]"])
 def test_a_query_is_always_text(query, tmp_path, capsys):
     passages = [{**PASSAGE, "text": f"the text {query}"}, {**PASSAGE, "_id": "2", "text": "other"}]
     path = write(tmp_path / "corpus.jsonl", lines(*passages))

@@ -3,11 +3,9 @@
 import json
 import subprocess
 import sys
-import warnings
 from array import array
 from pathlib import Path
 
-import numpy as np
 import pytest
 from helpers import load_examples, open_corpus, open_queries, open_retrieval_set
 from processes import python
@@ -16,7 +14,6 @@ from tiny_data import beir, context, dpr, lines, write, write_gzip
 from contaccum.config import DataPolicy
 from contaccum.data import corpus as corpus_module
 from contaccum.data.corpus import find_rows, repeated_ids
-from contaccum.data.tables import Ragged
 from contaccum.errors import InputError
 from contaccum.runtime.cache import cached_folder
 from contaccum.runtime.files import cache_folder
@@ -112,16 +109,6 @@ def test_only_requested_queries_are_read(tmp_path):
     ).texts == {"q2": "query 2"}
 
 
-def test_a_duplicate_query_is_refused_or_repaired(tmp_path):
-    rows = [{"_id": "a", "text": "x"}, {"_id": "b", "text": "y"}, {"_id": "a", "text": "z"}]
-    path = write(tmp_path / "q.jsonl", lines(*rows))
-    sentence = refusal(open_queries, path)
-    assert ":3" in sentence
-    assert "first at line 1" in sentence
-    with pytest.warns(UserWarning, match="1 queries"):
-        assert open_queries(path, repair=True) == {"a": "z", "b": "y"}
-
-
 def test_a_retrieval_set_has_only_judged_queries(tmp_path):
     found = open_retrieval_set(beir(tmp_path, "q2\tp0\t2\nq0\tp1\t1\nq2\tp3\t0\n", "test"))
     assert found.queries == {"q2": "query 2", "q0": "query 0"}
@@ -174,19 +161,6 @@ def test_examples_make_a_retrieval_set(tmp_path):
     assert found.qrels == {"unnamed-query-1": {"1": 1}, "unnamed-query-2": {"3": 1}}
 
 
-@pytest.mark.parametrize(
-    ("records", "words"),
-    [
-        ([dpr("one?", [])], ["no query has a positive"]),
-    ],
-)
-def test_invalid_examples_are_refused(tmp_path, records, words):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        sentence = refusal(load_examples, write(tmp_path / "t.jsonl", lines(*records)))
-    assert all(word in sentence for word in words), sentence
-
-
 def test_a_record_without_a_positive_is_counted_or_refused_each_time(tmp_path):
     path = write(
         tmp_path / "t.jsonl", lines(dpr("one?", [context(1)]), dpr("two?", []), dpr("three?", []))
@@ -196,13 +170,6 @@ def test_a_record_without_a_positive_is_counted_or_refused_each_time(tmp_path):
             assert open_retrieval_set(path).queries == {"unnamed-query-1": "one?"}
     sentence = refusal(load_examples, path, strict=True)
     assert ":2" in sentence
-
-
-def test_ragged_returns_the_packed_lists():
-    ragged = Ragged.of([[5, 3], [], [9]])
-    assert [ragged.row(n).tolist() for n in range(len(ragged))] == [[5, 3], [], [9]]
-    assert ragged.lengths.tolist() == [2, 0, 1]
-    assert ragged.renumbered(np.array([3, 5, 9])).values.tolist() == [1, 0, 2]
 
 
 BUILD = """

@@ -97,10 +97,3 @@ def test_every_part_of_the_cache_key_counts(monkeypatch):
     for number, (columns, other, options) in enumerate(others, 2):
         build_token_table(table, columns, other, **options)
         assert len(list((cache_folder() / "tokens").iterdir())) == number
-
-
-def test_the_files_are_plain_arrays():
-    build_token_table(texts(10), ["text"], tokenizer(), max_length=6, fingerprint="f")
-    (folder,) = (cache_folder() / "tokens").iterdir()
-    flat = np.fromfile(folder / "tokens.bin", dtype="<i4")
-    assert len(flat) == np.load(folder / "offsets.npy", allow_pickle=False)[-1]

@@ -4,8 +4,8 @@ All models are tiny, have random weights and are written by transformers or sent
 """
 
 import json
+import shutil
 import warnings
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +51,7 @@ def bert(tmp_path_factory) -> Path:
 # prefixes that use up the token limit. "the" is one token, [CLS] and [SEP] are two
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "qwen3"])
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
 @pytest.mark.parametrize("side", ["query", "passage"])
 def test_a_prefix_that_leaves_no_token_is_refused(family, side, tmp_path):
     folder = family_folder(family, tmp_path / family)
@@ -82,16 +82,6 @@ def test_a_prefix_that_leaves_few_tokens_warns_with_both_numbers(bert):
     ]
 
 
-def test_the_last_token_of_a_prefix_is_counted_as_it_is_encoded(bert):
-    """A space at the end is no token, a colon is one."""
-    for end in ("fox", "fox "):
-        prefix = "the " * 8 + end
-        load = partial(DualEncoder.load, bert, **SIZE, query_prefix=prefix)
-        assert warned(load, "takes 11 tokens", "only 1 tokens")
-    with pytest.raises(InputError, match="nothing of a query is left"):
-        DualEncoder.load(bert, **SIZE, query_prefix="the " * 9 + ":")
-
-
 def test_a_prefix_is_no_problem_if_the_tokenizer_cuts_the_start(bert, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(bert, truncation_side="left")
     folder = family_folder("bert", tmp_path / "left")
@@ -118,9 +108,6 @@ LONG = "'" + "the " * 62 + "'"
     "command",
     [
         "evaluate --model {model} --data {data} --output {out}/metrics.json",
-        "encode --model {model} --kind query --input {data}/queries.jsonl --output {out}/shards",
-        "search --model {model} --data {data} --output {out}/run.trec",
-        "search --model {model} --data {data} --query fox",
         "mine --model {model} --data {data} --split train --output {out}/mined.jsonl",
     ],
 )
@@ -166,9 +153,6 @@ def test_training_refuses_a_prefix_that_leaves_no_token(prefix, bert, tmp_path):
     "name",
     [
         "/cache/hub/models--intfloat--e5-base-v2/snapshots/f52bf8ec8c71",
-        "models--intfloat--e5-base-v2/snapshots/main/",
-        "/home/me/.cache/torch/sentence_transformers/intfloat_e5-base-v2/",
-        r"C:\\models\\intfloat--e5-base-v2",
         "models/e5-base-v2",
     ],
 )
@@ -181,8 +165,6 @@ def test_a_cached_copy_has_the_settings_of_its_family(name):
     [
         ("models--facebook--contriever/snapshots/abc", "facebook/contriever"),
         ("modelscope/hub/BAAI/bge-large-zh-v1___5", "BAAI/bge-large-zh-v1.5"),
-        ("models--nomic-ai--nomic-embed-text-v1.5/snapshots/abc", "nomic-ai/nomic-embed-text-v1.5"),
-        ("models--thenlper--gte-base/snapshots/abc", "thenlper/gte-base"),
     ],
 )
 def test_other_families_in_caches(name, published):
@@ -191,7 +173,7 @@ def test_other_families_in_caches(name, published):
 
 @pytest.mark.parametrize(
     "name",
-    ["my-e5-base-v2-tuned", "snapshots/abc", "models--a--bert/snapshots/e5-base-v2", "", "/"],
+    ["my-e5-base-v2-tuned", "models--a--bert/snapshots/e5-base-v2", ""],
 )
 def test_names_of_no_family_have_no_settings(name):
     assert family_settings(name) == {}
@@ -246,13 +228,8 @@ def test_an_adapter_has_the_settings_of_its_base(tmp_path):
     ("name", "family"),
     [
         ("my-e5-tuned", "e5"),
-        ("bge-custom-v3", "bge"),
-        ("gte-qwen-like", "gte"),
-        ("nomic-embed-next", "nomic"),
-        ("contriever-legal", "contriever"),
         ("models--x--me5-large/snapshots/a1b2", "me5"),
         ("stage5-bert", None),  # not a word of its own
-        ("bert-base", None),
     ],
 )
 def test_a_name_of_a_family_without_known_settings_warns(name, family, tmp_path):
@@ -282,14 +259,9 @@ def test_a_saved_model_keeps_its_settings_whatever_its_name(bert, tmp_path):
     ("family", "asked", "used"),
     [
         ("bert", "flash_attention_2", "sdpa"),
-        ("qwen3", "flash_attention_2", "sdpa"),
-        ("mpnet", "flash_attention_2", "eager"),
         ("mpnet", "sdpa", "eager"),  # the model type does not support it
-        ("bert", "flash_attention_3", "sdpa"),
         ("bert", "kernels-community/flash-attn2", "sdpa"),  # code on the Hub, never asked for
-        ("bert", "no-such-attention", "sdpa"),
         ("bert", "eager", "eager"),
-        ("bert", "sdpa", "sdpa"),
     ],
 )
 def test_attention_of_config_json_falls_back(key, family, asked, used, tmp_path):
@@ -327,31 +299,13 @@ def test_the_attention_option_of_training_wins(tmp_path):
 
 CLASSIFIERS = [
     "BertForSequenceClassification",
-    "BertForTokenClassification",
-    "BertForQuestionAnswering",
-    "RobertaForSequenceClassification",
-    "DistilBertForSequenceClassification",
-    "ElectraForSequenceClassification",
-    "MPNetForSequenceClassification",
     "ModernBertForSequenceClassification",
-    "DebertaV2ForSequenceClassification",
-    "XLMForSequenceClassification",
     "Qwen3ForSequenceClassification",
-    "LlamaForSequenceClassification",
 ]
 HEADS_OF_PRETRAINING = [
     "BertForMaskedLM",
-    "BertForPreTraining",
-    "RobertaForMaskedLM",
-    "DistilBertForMaskedLM",
-    "ElectraForPreTraining",
-    "AlbertForPreTraining",
-    "MPNetForMaskedLM",
     "ModernBertForMaskedLM",
-    "DebertaV2ForMaskedLM",
-    "XLMWithLMHeadModel",
     "Qwen3ForCausalLM",
-    "LlamaForCausalLM",
 ]
 SIZES = {"vocab_size": 150, "pad_token_id": 0, "max_position_embeddings": 40, "num_labels": 1,
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
@@ -406,14 +360,13 @@ def test_rerankers_and_sparse_encoders_without_a_head_warn(name, family, word, t
     assert [f"the name says {word};" in message for message in found] == [True] * bool(word)
 
 
-@pytest.mark.parametrize("key", ["linear.weight", "colbert_linear.weight"])
-def test_colbert_checkpoints_are_refused(key, bert, tmp_path):
+def test_colbert_checkpoints_are_refused(bert, tmp_path):
     """As colbert-ir/colbertv2.0: a BERT under its name and the projection of all tokens."""
     folder = model_folder("BertModel", bert, tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     weights = {f"bert.{name}": tensor for name, tensor in weights.items()}
     save_file(
-        weights | {key: torch.zeros(16, 32)},
+        weights | {"linear.weight": torch.zeros(16, 32)},
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
@@ -464,15 +417,9 @@ def test_the_adapter_of_a_classifier_is_refused(bert, tmp_path):
 
 PADDED = {
     "funnel": {"d_model": 32, "block_sizes": [1, 1], "n_head": 2, "d_head": 16, "d_inner": 64},
-    "convbert": {},
     "fnet": {},
-    "nystromformer": {},
-    "yoso": {},
-    "canine": {},
     "bert": None,
     "mpnet": None,
-    "deberta-v2": None,
-    "longformer": None,
     "gpt2": None,
 }
 
@@ -517,7 +464,7 @@ def test_the_padding_check_sees_each_tower_and_precision(bert, tmp_path):
         assert message.startswith(f"{tmp_path}: padding changes the vectors")
 
 
-@pytest.mark.parametrize("pooling", ["cls", "mean", "last"])
+@pytest.mark.parametrize("pooling", ["cls", "last"])
 def test_a_tokenizer_that_pads_on_the_left_does_not_shift_positions(pooling, tmp_path):
     folder = family_folder("bert", tmp_path)
     change_json(folder / "tokenizer_config.json", padding_side="left")
@@ -547,3 +494,63 @@ def test_add_eos_token_of_a_sentence_transformers_folder_is_obeyed(asked, tmp_pa
     np.testing.assert_array_equal(
         DualEncoder.load(tmp_path / "saved").encode_queries(TEXTS), encoder.encode_queries(TEXTS)
     )
+
+
+# folders that are accepted though a part is missing or unusual
+
+
+def test_a_missing_pooler_is_accepted(tmp_path):
+    folder = family_folder("bert", tmp_path / "plain")
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if "pooler" not in name}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert DualEncoder.load(folder, **SIZE).dim == 32
+
+
+def test_models_without_hashes_load(bert, tmp_path):
+    """Weights that a user changed on purpose."""
+    DualEncoder.load(bert, **SIZE).save(tmp_path / "saved")
+    settings = json.loads((tmp_path / "saved" / "contaccum.json").read_text())
+    files = {f"{tower}_encoder/model.safetensors" for tower in ("query", "passage")}
+    assert set(settings.pop("sha256")) == files
+    (tmp_path / "saved" / "contaccum.json").write_text(json.dumps(settings))
+    file = tmp_path / "saved" / "query_encoder" / "model.safetensors"
+    changed = bytearray(file.read_bytes())
+    changed[-5] ^= 0x10
+    file.write_bytes(changed)
+    assert DualEncoder.load(tmp_path / "saved").dim == 32
+
+
+def test_a_decoder_without_padding_token_pads_with_its_end_of_text_token(tmp_path):
+    folder = family_folder("llama", tmp_path / "plain")
+    change_json(folder / "tokenizer_config.json", pad_token=None)
+    encoder = DualEncoder.load(folder, **SIZE)
+    assert encoder.query_tower.tokenizer.pad_token == "[SEP]"
+    assert np.isfinite(encoder.encode_queries(TEXTS)).all()
+
+
+def test_a_slow_tokenizer_is_refused(tmp_path):
+    folder = family_folder("roberta", tmp_path / "plain")
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.txt").write_text("fox 1\nowl 1\n")
+    (folder / "bpe.codes").write_text("#version: 0.2\n")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PhobertTokenizer"}')
+    with pytest.raises(InputError, match="has no fast tokenizer"):
+        DualEncoder.load(folder, **SIZE)
+
+
+def test_an_added_token_without_embedding_is_refused_only_in_a_text(bert, tmp_path):
+    """As in the tokenizer of EmbeddingGemma, whose token for images has no word embedding."""
+    folder = Path(shutil.copytree(bert, tmp_path / "plain"))
+    before = DualEncoder.load(folder, **SIZE)
+    expected = before.encode_queries(TEXTS)
+    before.query_tower.tokenizer.add_tokens(["<image>"])
+    before.query_tower.tokenizer.save_pretrained(folder)
+    encoder = DualEncoder.load(folder, **SIZE)
+    np.testing.assert_array_equal(encoder.encode_queries(TEXTS), expected)
+    rows = encoder.query_tower.vocabulary
+    with pytest.raises(
+        InputError,
+        match=rf"token id {rows} \('<image>'\), but the encoder has {rows} word embeddings",
+    ):
+        encoder.encode_queries(["the red fox", "an <image> of an owl"])

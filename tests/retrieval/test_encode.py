@@ -16,9 +16,8 @@ from word_encoder import WordEncoder
 
 from contaccum.errors import InputError
 from contaccum.retrieval import encode as encode_module
-from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts, make_estimate
+from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts
 from contaccum.retrieval.shards import ShardFolder
-from contaccum.runtime import progress
 from contaccum.runtime.files import read_json, sha256_of, write_json
 from contaccum.runtime.processes import Processes
 
@@ -115,19 +114,6 @@ def test_a_parquet_file_of_other_content_is_refused(tmp_path, content, words):
         ShardFolder(tmp_path / "e")[1]
 
 
-def test_manifest_names_encoder_form_sizes_and_hashes(tmp_path):
-    encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10, dtype="float16")
-    manifest = read_json(tmp_path / "e" / "manifest.json")
-    assert manifest["format"] == "contaccum-embeddings"
-    assert manifest["dimension"] == 48
-    assert manifest["job"]["encoder"] == "words-48-passage"
-    assert manifest["job"]["dtype"] == "float16"
-    last = manifest["shards"][2]
-    assert last["rows"] == 5
-    assert last["bytes"]["vectors"] == (tmp_path / "e" / "00002.npy").stat().st_size
-    assert last["sha256"]["ids"] == sha256_of(tmp_path / "e" / "00002.ids.json")
-
-
 def test_half_precision_is_float32_rounded_once(tmp_path):
     encode_texts(WordEncoder(), passages(), tmp_path / "e", dtype="float16")
     _, vectors = all_rows(ShardFolder(tmp_path / "e"))
@@ -193,15 +179,8 @@ def test_killed_and_resumed_gives_the_files_of_an_unbroken_run(tmp_path):
     assert bytes_of(broken) == bytes_of(tmp_path / "whole")
 
 
-def test_an_index_error_in_a_shard_is_not_the_end_of_the_corpus(tmp_path, monkeypatch):
-    encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10)
-    monkeypatch.setattr("contaccum.retrieval.shards.damage", lambda *_: [][0])
-    with pytest.raises(IndexError):
-        list(ShardFolder(tmp_path / "e"))
-
-
 @pytest.mark.parametrize("name", ["00001.npy", "00001.ids.json", "00001.parquet"])
-@pytest.mark.parametrize("fault", ["flipped", "cut", "gone"])
+@pytest.mark.parametrize("fault", ["flipped", "gone"])
 def test_a_damaged_shard_is_refused_by_the_reader_and_made_again_by_the_writer(
     tmp_path, name, fault
 ):
@@ -215,9 +194,7 @@ def test_a_damaged_shard_is_refused_by_the_reader_and_made_again_by_the_writer(
     if fault == "gone":
         (folder / name).unlink()
     else:
-        (folder / name).write_bytes(
-            data[:-3] if fault == "cut" else data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]
-        )
+        (folder / name).write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
     shards = ShardFolder(folder)
     assert len(shards[0].ids) == 10  # the others can be read
     with pytest.raises(InputError, match=name):
@@ -240,14 +217,8 @@ def test_a_damaged_record_or_manifest_is_written_again(tmp_path):
 
 RECORDS = {
     "rows": lambda shard: shard.update(rows=9),
-    "dimension": lambda shard: shard.update(dimension=47),
-    "size": lambda shard: shard["bytes"].update(vectors=7),
-    "no size": lambda shard: shard["bytes"].clear(),
     "hash": lambda shard: shard["sha256"].update(ids="0" * 64),
-    "no hash": lambda shard: shard["sha256"].clear(),
-    "other file": lambda shard: shard.update(vectors="00001.npy"),
     "file outside": lambda shard: shard.update(vectors="../x.npy"),
-    "type": lambda shard: shard.update(rows="10"),
     "no field": lambda shard: shard.pop("ids"),
 }
 
@@ -276,10 +247,7 @@ def test_a_changed_record_is_noticed_and_its_shard_is_encoded_again(tmp_path, ch
             "encoder 'words-48-passage', but now 'other-48-passage'",
         ),
         ({"texts": passages(24)}, "source"),
-        ({"shard_size": 5}, "shard_size 10, but now 5"),
         ({"dtype": "float16"}, "dtype 'float32', but now 'float16'"),
-        ({"format": "parquet"}, "format 'npy', but now 'parquet'"),
-        ({"texts": Texts.of_queries({"q": "text"})}, "kind 'passage', but now 'query'"),
     ],
 )
 def test_a_folder_of_another_job_is_refused_and_left_as_it_is(tmp_path, change, words):
@@ -319,10 +287,6 @@ def test_reader_refuses_another_encoder_and_other_data(tmp_path):
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (
-            lambda m: m.update(format="thumbnails"),
-            "found format 'thumbnails'; a manifest of embeddings has",
-        ),
         (lambda m: m.update(format_version=2), "has format_version 2"),
         (lambda m: m["shards"].pop(), "lists 2 shards, but its job has 3"),
         (
@@ -334,18 +298,9 @@ def test_reader_refuses_another_encoder_and_other_data(tmp_path):
             r"shards\[1\] is \.\./\.\./secret\.npy",
         ),
         (
-            lambda m: m["shards"][1].update(rows=9),
-            r"shards\[1\] is 00001\.npy with 9 vectors of dimension 48; expected 00001\.npy with "
-            r"10",
-        ),
-        (lambda m: m["shards"][1].pop("sha256"), r"required field `sha256` - at `\$\.shards\[1\]`"),
-        (lambda m: m["job"].pop("dtype"), r"required field `dtype` - at `\$\.job`"),
-        (lambda m: m["job"].update(shard_size=0), "shard_size is 0; expected at least 1"),
-        (
             lambda m: m["job"].update(dtype="object"),
             "dtype is 'object'; expected float16 or float32",
         ),
-        (lambda m: m["job"].update(format="pickle"), "format is 'pickle'; expected npy or parquet"),
     ],
 )
 def test_a_foreign_or_edited_manifest_is_refused(tmp_path, edit, words):
@@ -375,14 +330,6 @@ def test_a_missing_folder_or_manifest_is_named(tmp_path):
         ShardFolder(tmp_path / "nowhere")
 
 
-def test_shards_from_another_run_under_this_manifest_are_refused(tmp_path):
-    encode_texts(WordEncoder(), passages(), tmp_path / "a", shard_size=10)
-    encode_texts(WordEncoder(name="b", dim=32), passages(), tmp_path / "b", shard_size=10)
-    os.replace(tmp_path / "b" / "00001.npy", tmp_path / "a" / "00001.npy")
-    with pytest.raises(InputError, match=r"00001\.npy"):
-        ShardFolder(tmp_path / "a")[1]
-
-
 class BrokenEncoder(WordEncoder):
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -394,9 +341,7 @@ class BrokenEncoder(WordEncoder):
         return vectors
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype"), [(np.nan, "float32"), (-np.inf, "float32"), (70_000.0, "float16")]
-)
+@pytest.mark.parametrize(("value", "dtype"), [(np.nan, "float32"), (70_000.0, "float16")])
 def test_an_embedding_that_is_not_finite_is_refused_by_its_id(tmp_path, value, dtype):
     with pytest.raises(InputError, match="'p7'"):
         encode_texts(BrokenEncoder(value), passages(), tmp_path / "e", dtype=dtype)
@@ -429,28 +374,7 @@ def test_a_disk_that_cannot_be_written_stops_the_encoding(tmp_path):
     assert encoder.seen == 10  # the second shard was under way when the first one failed
 
 
-@pytest.mark.parametrize(("seconds", "lines"), [(0.0, 2), (60.0, 0)])
-def test_without_a_terminal_a_long_encoding_prints_lines(seconds, lines, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "LINE_SECONDS", seconds)
-    monkeypatch.setattr(encode_module, "CHUNK", 10)
-    encode_in_memory(WordEncoder(), passages())
-    printed = capsys.readouterr().err.splitlines()
-    assert len(printed) == lines
-    for line, done in zip(printed, (10, 20), strict=False):
-        assert line.startswith(f"contaccum: encoding: {done} of 25 passages, about ")
-
-
-def test_estimate_of_time_and_space_equals_hand_computation():
-    seconds, sentence = make_estimate(
-        rows=1_000_000, dim=384, dtype="float16", sampled=32, seconds=0.4
-    )
-    assert seconds == 12_500
-    assert sentence == "1,000,000 texts at 80 a second: about 3 h 28 min, 768 MB of vectors"
-
-
-@pytest.mark.parametrize(
-    ("least", "rows", "spoken"), [(0.0, 1600, True), (0.0, 1599, False), (1e9, 1600, False)]
-)
+@pytest.mark.parametrize(("least", "rows", "spoken"), [(0.0, 1600, True), (0.0, 1599, False)])
 def test_a_long_job_announces_itself_once_on_stderr(
     tmp_path, capsys, monkeypatch, least, rows, spoken
 ):
@@ -472,15 +396,6 @@ def test_a_long_job_announces_itself_once_on_stderr(
 
 def test_the_same_large_value_fits_float32(tmp_path):
     assert encode_texts(BrokenEncoder(70_000.0), passages(), tmp_path / "e", dtype="float32")
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [({"dtype": "int8"}, "dtype is 'int8'"), ({"shard_size": 0}, "at least 1")],
-)
-def test_settings_that_cannot_be_are_refused(tmp_path, settings, words):
-    with pytest.raises(InputError, match=words):
-        encode_texts(WordEncoder(), passages(), tmp_path / "e", **settings)
 
 
 def test_source_fingerprint_knows_where_one_text_ends_and_the_next_begins():

@@ -31,10 +31,8 @@ SETTINGS = {
     "top": {},
     "window": {"range_min": 2, "range_max": 9},
     "percentage of the positive": {"relative_margin": 0.3},
-    "margin": {"absolute_margin": 0.1, "num_negatives": 4},
     "window behind a margin": {"absolute_margin": 0.1, "range_min": 1, "range_max": 12},
     "band": {"max_score": 0.6, "min_score": 0.3},
-    "all that fit": {"num_negatives": 50, "range_max": 50},
 }
 
 
@@ -254,8 +252,6 @@ def models(tmp_path_factory):
 PEER = {
     "top": {},
     "relative_margin": {"relative_margin": 0.02, "num_negatives": 3},
-    "absolute_margin": {"absolute_margin": 0.01, "num_negatives": 3},
-    "window": {"range_min": 4, "range_max": 40},
     "window behind a margin": {"range_min": 2, "relative_margin": 0.02, "num_negatives": 2},
     "scores": {"max_score": 0.9, "min_score": 0.6},
     "cross-encoder": {"cross_encoder": True, "absolute_margin": 0.02},
@@ -318,18 +314,12 @@ def test_a_model_that_is_no_cross_encoder_is_refused(models, tmp_path):
         CrossEncoder(str(tmp_path / "three"), "cpu", 7)
     with pytest.raises(InputError, match="absent: cannot be loaded as a cross-encoder"):
         CrossEncoder(str(tmp_path / "absent"), "cpu", 7)
-    shutil.copytree(models / "cross", tmp_path / "damaged")
-    weights = tmp_path / "damaged" / "model.safetensors"
+    shutil.copytree(models / "cross", tmp_path / "pickled")
+    weights = tmp_path / "pickled" / "model.safetensors"
     torch.save(load_file(weights), weights.with_name("pytorch_model.bin"))
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(InputError, match=r"damaged: cannot be loaded as a cross-encoder .*header"):
-        CrossEncoder(str(tmp_path / "damaged"), "cpu", 7)
     weights.unlink()
-    with pytest.raises(
-        InputError,
-        match=r"damaged: cannot be loaded as a cross-encoder .*no file named model\.safetensors",
-    ):
-        CrossEncoder(str(tmp_path / "damaged"), "cpu", 7)
+    with pytest.raises(InputError, match=r"pickled: cannot .*no file named model\.safetensors"):
+        CrossEncoder(str(tmp_path / "pickled"), "cpu", 7)
 
 
 def test_an_approximate_index_is_scored_exactly(queries, tmp_path):
@@ -493,13 +483,9 @@ def test_the_report_names_the_search_settings_that_can_change_the_negatives(data
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--num_negatives", "0"], "num_negatives is 0, expected at least 1"),
         (["--range_min", "98"], "expected at least range_min + num_negatives = 103"),
-        (["--relative_margin", "5"], "relative_margin is 5, expected from 0 to 1"),
         (["--max_score", "0.1", "--min_score", "0.2"], "min_score is 0.2, but max_score is 0.1"),
-        (["--absolute_margin", "1.0e+999"], "absolute_margin is inf, expected a finite number"),
         (["--cross_encoder", "./absent"], "./absent: cannot be loaded as a cross-encoder"),
-        (["--corpus", "absent"], "absent: no folder or data set has this name"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_sentence(options, sentence, data, tmp_path, capsys):

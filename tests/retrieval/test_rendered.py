@@ -62,11 +62,7 @@ def test_config_is_read_by_its_name():
 
 @pytest.mark.parametrize(
     ("text", "names"),
-    [
-        ("wandb", ["wandb"]),
-        ("[wandb]", ["wandb"]),
-        ("[tensorboard, wandb]", ["tensorboard", "wandb"]),
-    ],
+    [("wandb", ["wandb"]), ("[tensorboard, wandb]", ["tensorboard", "wandb"])],
 )
 def test_a_list_of_one_word_needs_no_brackets(text, names):
     assert load([TrainConfig], [], {"run.trackers": text})[0].run.trackers == names

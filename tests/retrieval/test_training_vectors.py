@@ -6,10 +6,8 @@ import torch
 from helpers import open_train_set, write_beir
 from word_encoder import WordEncoder
 
-from contaccum.errors import InputError
 from contaccum.retrieval import encode
 from contaccum.retrieval.encode import training_vectors
-from contaccum.runtime.files import cache_folder
 
 
 @pytest.fixture
@@ -56,25 +54,3 @@ def test_rows_of_the_vectors_are_read_from_the_disk(train_set):
     again = WordEncoder()
     assert training_vectors(again, train_set, "passage").name == vectors.name
     assert again.seen == 0
-
-
-def test_a_damaged_shard_is_encoded_again(train_set):
-    training_vectors(WordEncoder(), train_set, "query")
-    (shard, *_) = sorted((cache_folder() / "query_vectors").rglob("00002.npy"))
-    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    again = WordEncoder()
-    with pytest.warns(UserWarning, match="00002.npy is damaged.* is encoded again"):
-        training_vectors(again, train_set, "query")
-    assert again.seen == 7
-
-
-def test_a_vector_that_is_not_finite_is_refused(train_set):
-    class Broken(WordEncoder):
-        def encode_queries(self, texts, *rest):
-            return super().encode_queries(texts, *rest) * 1e6
-
-    with pytest.raises(
-        InputError,
-        match="query 'q0': its vector contains NaN, infinity or a number too large for float16",
-    ):
-        training_vectors(Broken(), train_set, "query")
