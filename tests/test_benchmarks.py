@@ -114,17 +114,6 @@ def test_steps_of_the_gpu_suite_do_not_depend_on_each_other(tmp_path, monkeypatc
     assert "works: skipped in 0 s (the time of this part is over)" in capsys.readouterr().out
 
 
-def test_the_gpu_suite_needs_only_the_standard_library(tmp_path):
-    """Without installed packages, each part is skipped with one line."""
-    call = ("benchmarks/gpu_suite.py", str(tmp_path), "--device", "cpu")
-    done = run(sys.executable, "-I", "-S", *call)
-    assert done.returncode == 0, done.stderr
-    assert [line.partition(",")[0] for line in done.stdout.splitlines()] == [
-        f"part {part}: skipped (needs datasets" for part in (1, 2, 3)
-    ]
-    assert "torch" in json.loads((tmp_path / "part2.json").read_text())["missing"]
-
-
 def test_the_gpu_suite_refuses_a_machine_without_a_gpu(tmp_path):
     done = run(
         sys.executable, "benchmarks/gpu_suite.py", str(tmp_path / "out"), CUDA_VISIBLE_DEVICES=""
@@ -135,12 +124,3 @@ def test_the_gpu_suite_refuses_a_machine_without_a_gpu(tmp_path):
         in done.stderr
     )
     assert not (tmp_path / "out").exists()
-
-
-def test_wrong_folder_is_named(tmp_path):
-    done = run(sys.executable, "benchmarks/methods.py", "--quick", "--model", str(tmp_path))
-    assert done.returncode == 1
-    assert f"--model {tmp_path}: no config.json there" in done.stderr
-    done = run("bash", "benchmarks/run_all.sh", "--quick", DATA=str(tmp_path))
-    assert done.returncode == 2
-    assert "no corpus.jsonl" in done.stderr

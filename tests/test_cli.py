@@ -1,7 +1,6 @@
 """The command line from end to end on a small set."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import contaccum
 from contaccum import DualEncoder, evaluate, search, train
 from contaccum.cli import main
 from contaccum.cli.commands import COMMANDS
-from contaccum.cli.parser import TAGLINE, help_texts, parse
+from contaccum.cli.parser import help_texts, parse
 from contaccum.config import to_yaml, train_settings
 from contaccum.config.declare import default_of
 
@@ -166,23 +165,6 @@ def test_one_query_prints_its_best_passages(data, run, capsys):
     assert all("lives in valley" in line for line in out.splitlines()[1::2])
 
 
-def test_a_file_of_examples_trains_and_evaluates(data, tmp_path, capsys):
-    assert (
-        call(
-            capsys, "data", "convert", data, tmp_path / "train.json", "--to", "dpr",
-            "--split", "train",
-        )[0]
-        == 0
-    )  # fmt: skip
-    changes = {
-        "data.train": str(tmp_path / "train.json"),
-        "data.dev": str(tmp_path / "train.json"),
-        "data.hard_negatives": 1,
-    }
-    train(train_config(data, tmp_path / "run", **changes))
-    assert (tmp_path / "run" / "dev_metrics.json").exists()
-
-
 @pytest.mark.filterwarnings("always::UserWarning")
 def test_repair_accepts_repeated_ids_in_training_and_evaluation(data, run, tmp_path, capsys):
     with (data / "queries.jsonl").open("a") as file:
@@ -224,19 +206,6 @@ def test_embeddings_of_another_model_or_corpus_are_refused(changes, data, run, t
     assert not (tmp_path / "out.trec").exists()
 
 
-def test_warnings_are_one_line_each(data, tmp_path):
-    """In a process of its own, as a user sees them."""
-    (data / "qrels" / "train.tsv").open("a").write("q39\tp1\t0\n")
-    config = train_config(data, tmp_path / "run", **{"run.early_stopping": 2, "optim.max_steps": 1})
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
-    done = subprocess.run(
-        [sys.executable, "-m", "contaccum", "train", "--config", str(tmp_path / "config.yaml")],
-        capture_output=True, text=True, check=False, env=os.environ,
-    )  # fmt: skip
-    assert done.returncode == 0
-    assert "contaccum: warning: run.early_stopping has no effect without data.dev\n" in done.stderr
-
-
 def help_of(capsys, *words: str) -> str:
     assert main([*words, "--help"]) == 0
     return capsys.readouterr().out
@@ -273,16 +242,6 @@ def test_examples_are_valid_command_lines():
             options, prints_config = parse(name, command, words[len(name.split()) :])
             assert options
             assert not prints_config
-
-
-def test_overview_lists_each_command_under_a_heading(capsys):
-    text = help_of(capsys)
-    assert TAGLINE in text
-    for name, command in COMMANDS.items():
-        heading, *lines = next(
-            part.splitlines() for part in text.split("\n\n") if part.startswith(f"{command.group}:")
-        )
-        assert any(line.startswith(f"  {name} ") for line in lines), (heading, name)
 
 
 def test_help_says_meaning_range_and_default_of_every_setting(capsys):

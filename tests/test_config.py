@@ -28,7 +28,6 @@ from contaccum.config import (
     validate,
     with_changes,
 )
-from contaccum.config.commands import EncoderConfig
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
 
@@ -61,7 +60,7 @@ def test_every_config_file_parses_and_holds_together(path, capsys):
                     assert printed[group][name] == value
 
 
-@pytest.mark.parametrize("name", ["finetune", "quickstart", "presets/24gb", "paper/nq"])
+@pytest.mark.parametrize("name", ["finetune", "presets/24gb"])
 def test_ready_made_configs_have_names(name, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # an installed package has no folder configs
     given = ["--output_dir", "x", "--data.train", "x"]
@@ -75,9 +74,6 @@ def test_ready_made_configs_have_names(name, capsys, tmp_path, monkeypatch):
     [
         ("finetun",
          "finetun: no such file, and no ready-made config has this name; choose one of finetune"),
-        ("../pyproject", "no ready-made config has this name"),
-        ("presets", "no ready-made config has this name"),
-        ("", "no ready-made config has this name"),
         ("no.yaml", "no.yaml: cannot be read (No such file or directory)"),
         ("s3://bucket/finetune.yaml", "s3://bucket/finetune.yaml: cannot be read"),
     ],
@@ -104,7 +100,7 @@ def test_a_file_comes_before_a_ready_made_config(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("memory", "fast"),
-    [("11gb", False), ("11gb", True), ("24gb", False), ("24gb", True), ("80gb", False)],
+    [("11gb", False), ("24gb", True), ("80gb", False)],
 )
 def test_presets_are_laid_over_a_config_without_a_warning(memory, fast, capsys, recwarn):
     """`fast` is for steps that do not fit at once; a whole one needs neither bank nor second
@@ -139,12 +135,8 @@ SHARED = "method: cont_cache\nreplay: {share: 0.5}\n"
     ("files", "options", "share"),
     [
         ([SHARED], ["--method", "grad_cache"], 1.0),
-        ([SHARED], ["--method", "in_batch"], 1.0),
-        ([SHARED, "method: grad_cache"], [], 1.0),
         ([SHARED, "method: grad_cache\nreplay: {share: 0.25}"], [], 0.25),
         ([SHARED], ["--method", "grad_cache", "--replay.share", "0.5"], 0.5),
-        ([SHARED], ["--method", "cont_cache"], 0.5),
-        ([SHARED, "seed: 1"], [], 0.5),
         (["replay: {share: 0.5}"], ["--method", "grad_cache"], 0.5),
     ],
 )
@@ -168,9 +160,7 @@ def test_another_method_does_not_take_over_the_share_of_a_config(files, options,
     ("options", "share"),
     [
         (["--methods", "grad_cache"], 1.0),
-        (["--methods", "grad_cache,cont_cache"], 1.0),
         (["--methods", "grad_cache", "--replay.share", "0.5"], 0.5),
-        (["--methods", "cont_cache"], 0.5),
         ([], 0.5),
     ],
 )
@@ -181,9 +171,9 @@ def test_compared_methods_do_not_take_over_the_share_of_a_config(options, share,
     assert config.replay.share == share
 
 
-@pytest.mark.parametrize("value", ["2024-01-01", "2024-01-01 10:00:00", "2024-01-01T10:00:00Z"])
 @pytest.mark.parametrize("quoted", [True, False])
-def test_dates_are_texts(value, quoted, tmp_path):
+def test_dates_are_texts(quoted, tmp_path):
+    value = "2024-01-01"
     text = json.dumps(value) if quoted else value
     (tmp_path / "c.yaml").write_text(
         f"output_dir: {text}\ndata: {{train: x, split: {text}}}\nrun: {{trackers: [{text}]}}\n"
@@ -229,7 +219,6 @@ SEPARATE = {
     [
         ({"batch.micro_batch_size": 5},
          "batch.global_batch_size 16 is not divisible by batch.micro_batch_size 5 x 1"),
-        ({"batch.micro_batch_tokens": 0}, "batch.micro_batch_tokens is 0, expected at least 1"),
         ({"batch.micro_batch_tokens": 320, "batch.micro_batch_size": 8, "bank.size": 12},
          "bank.size is 12, but cont_accum can push 16 entries at once"),
         (
@@ -237,59 +226,30 @@ SEPARATE = {
             "run.memory_budget is '11', expected a number above 0 and below 1e15, and a unit (GiB, "
             "MiB, GB, MB",
         ),
-        ({"run.memory_budget": f"{'9' * 400}GB"},
-         f"run.memory_budget is '{'9' * 40}', expected a number above 0 and below"),
-        ({"run.memory_budget": "0GB"}, "run.memory_budget is '0GB', expected a number above 0"),
-        ({"run.memory_budget": "-1GB"}, "run.memory_budget is '-1GB', expected a number above 0"),
         ({"bank.size": 3}, "bank.size is 3, but cont_accum can push 4 entries at once"),
-        ({"bank.age_decay": -0.5}, "bank.age_decay is -0.5, expected at least 0"),
         ({"method": "cont_cache", "bank.size": 12},
          "bank.size is 12, but cont_cache can push 16 entries at once"),
         ({"method": "no_such"}, "method is 'no_such', expected one of in_batch"),
-        ({"data.train": ""}, "data.train is not set"),
-        ({"seed": -1}, "seed is -1, expected at least 0"),
-        ({"output_dir": ""}, "output_dir is not set"),
         ({"model.tie_towers": True, "model.passage_name": "x"},
          "model.passage_name is 'x', but model.tie_towers is true"),
         ({"model.temperature": 0.0}, "model.temperature is 0.0, expected more than 0"),
         ({"model.tiny_width": 48},
          "model.tiny_width is 48, expected at least 32 and a multiple of 32"),
-        ({"model.dropout": 1.5}, "model.dropout is 1.5, expected from 0 to 1"),
-        ({"optim.warmup_ratio": 2.0}, "optim.warmup_ratio is 2.0, expected from 0 to 1"),
         ({"optim.warmup_ratio": 0.1, "optim.warmup_steps": 3}, "are both given"),
-        ({"optim.learning_rate": -1.0}, "optim.learning_rate is -1.0, expected at least 0"),
-        ({"run.keep_checkpoints": 0}, "run.keep_checkpoints is 0, expected at least 1"),
-        ({"run.timeout_minutes": 0.0}, "run.timeout_minutes is 0.0, expected more than 0"),
-        ({"run.bank_check_steps": -1}, "run.bank_check_steps is -1, expected at least 0"),
         ({"loss.matryoshka_dims": [0]},
          "loss.matryoshka_dims is [0], expected a list of whole numbers above 0"),
         ({"loss.matryoshka_dims": [8], "loss.matryoshka_weights": [1.0, 2.0]},
          "loss.matryoshka_weights has 2 numbers, expected 1: one per width in matryoshka_dims"),
         ({"loss.matryoshka_weights": [1.0]}, "loss.matryoshka_weights has 1 numbers, expected 0"),
-        ({"loss.matryoshka_dims": [8], "loss.matryoshka_weights": [float("nan")]},
-         "loss.matryoshka_weights is [nan], expected a list of numbers above 0"),
         ({"loss.distillation": "kl"},
          "loss.distillation is kl, but data.hard_negatives is 0; set it to at least 1"),
-        ({"loss.distillation_weight": 0.0},
-         "loss.distillation_weight is 0.0, expected more than 0"),
-        ({"loss.teacher_temperature": -1.0},
-         "loss.teacher_temperature is -1.0, expected more than 0"),
         ({"loss.guide": "g", "loss.false_negative_margin": 0.0},
          "loss.guide and loss.false_negative_margin are both set"),
-        ({"loss.guide": "g", "loss.guide_margin": float("inf")},
-         "loss.guide_margin is inf, expected a finite number"),
         (
             {"loss.guide": "g", "loss.guide_margin": -0.1, "loss.margin_strategy": "relative"},
             "loss.guide_margin is -0.1, expected a number from 0 to 1, because "
             "loss.margin_strategy is relative",
         ),
-        (
-            {"loss.false_negative_margin": 1.5, "loss.margin_strategy": "relative"},
-            "loss.false_negative_margin is 1.5, expected a number from 0 to 1, because "
-            "loss.margin_strategy is relative",
-        ),
-        ({"loss.margin_strategy": "both"},
-         "loss.margin_strategy is 'both', expected one of absolute, relative"),
         (
             {**SEPARATE, "data.hard_negatives": 0},
             "data.mixture[1].in_batch_negatives is false, but data.hard_negatives is 0, so this "
@@ -302,19 +262,13 @@ SEPARATE = {
             "data.mixture: in_batch_negatives is false for all sets, so the bank of cont_accum "
             "would have no effect",
         ),
-        ({"optim.adam_beta1": 1.5}, "optim.adam_beta1 is 1.5, expected at least 0 and less than 1"),
         (
             {"run.metric": "ndcg@1O"},
             "run.metric is 'ndcg@1O', expected MEASURE@K, such as ndcg@10 (MEASURE: ndcg, map, "
             "recall, precision, mrr; K: 1, 3",
         ),
-        ({"run.metric": "recall@1000"}, "run.metric is 'recall@1000', expected MEASURE@K"),
-        ({"optim.learning_rate": float("nan")}, "optim.learning_rate is nan"),
         ({"model.unpad": True, "run.compile": "default"},
          "run.compile is default, but model.unpad is true"),
-        ({"replay.share": 0.0}, "replay.share is 0.0, expected more than 0 and at most 1"),
-        ({"batch.on_out_of_memory": "grow"},
-         "batch.on_out_of_memory is 'grow', expected one of shrink, stop"),
     ],
 )  # fmt: skip
 def test_each_broken_rule_is_one_sentence(changes, sentence):
@@ -343,15 +297,6 @@ def test_settings_without_effect_are_named(changes, sentence):
         validate(config(**changes))
 
 
-@pytest.mark.parametrize(
-    "changes", [{"loss.guide": "g"}, {"loss.false_negative_margin": 0.0}, SEPARATE]
-)
-def test_settings_that_leave_out_pairs_have_an_effect(changes, recwarn):
-    strategy = {} if "data.mixture" in changes else {"loss.margin_strategy": "relative"}
-    validate(config(**changes, **strategy))
-    assert not recwarn.list
-
-
 def test_settings_with_effect_are_not_named(recwarn):
     changes = {
         "data.hard_negatives": 1,
@@ -374,17 +319,6 @@ def test_a_bank_that_is_never_used_is_named():
         UserWarning, match=r"bank\.warmup_steps is 6 in a run of 6 steps: the bank is never used"
     ):
         check_total(config(**{"bank.warmup_steps": 6}), 6)
-
-
-def test_search_chooses_no_half_precision_and_nothing_chooses_tf32():
-    assert EncoderConfig("x").precision == "fp32"
-    assert not TrainConfig().run.tf32
-
-
-def test_bank_settings_do_not_bind_methods_without_a_bank(recwarn):
-    validate(config("grad_cache", **{"bank.size": 3}))
-    assert config("grad_cache").bank_size() == 0
-    assert not recwarn
 
 
 def test_in_batch_takes_its_step_whole():
@@ -420,8 +354,6 @@ def test_a_token_budget_only_wants_a_step_that_processes_can_share():
     ("text", "size"),
     [
         ("11GB", 11_000_000_000),
-        ("10.5 GiB", 11_274_289_152),
-        ("512MB", 512_000_000),
         ("512MiB", 536_870_912),
     ],
 )
@@ -443,15 +375,9 @@ def assigned(**changes) -> TrainConfig:
     [
         ({"optim.max_steps": "6"},
          "optim.max_steps is '6', expected a whole number (at least 1), or null"),
-        ({"bank.size": 24.0}, "bank.size is 24.0, expected a whole number"),
         ({"optim.learning_rate": True}, "optim.learning_rate is true, expected a number"),
-        ({"resume": "false"}, "resume is 'false', expected true or false"),
-        ({"loss.matryoshka_dims": ["8"]},
-         "loss.matryoshka_dims is ['8'], expected a list of whole numbers"),
-        ({"data.mixture": ["a"]}, "data.mixture[0] is 'a', expected a mapping with train, split"),
         ({"data.mixture": [{"train": 1}]}, "data.mixture[0].train is 1, expected text"),
         ({"bank": {"size": 8}}, "bank is a mapping, expected a BankConfig"),
-        ({"optim.learning_rat": 1e-4}, "optim.learning_rat: no such setting; did you mean"),
         ({"bank.sise": 4}, "bank.sise: no such setting; did you mean bank.size?"),
     ],
 )  # fmt: skip

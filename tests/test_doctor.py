@@ -132,14 +132,6 @@ def test_install_advice_fits_the_installation(direct_url, command, monkeypatch):
     assert install_command("lora") == command
 
 
-def test_install_advice_in_the_clone_names_the_current_folder(monkeypatch, tmp_path):
-    url = f'{{"url": "{tmp_path.as_uri()}", "dir_info": {{}}}}'
-    installed = SimpleNamespace(read_text=lambda name: url)
-    monkeypatch.setattr("contaccum.errors.distribution", lambda name: installed)
-    monkeypatch.chdir(tmp_path)
-    assert install_command("lora") == "pip install '.[lora]'"
-
-
 def test_versions_outside_the_requirements_are_broken():
     assert doctor.packages(["numpy>=1.0", "matplotlib>=99; extra == 'study'"]).state == "ok"
     wrong = doctor.packages(["numpy>=99", "no-such-package>=1"])
@@ -179,46 +171,6 @@ def test_folder_of_another_user_is_broken(tmp_path):
     finally:
         os.seteuid(user)
         locked.chmod(0o700)
-
-
-def test_a_missing_home_folder_is_one_broken_check(monkeypatch):
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
-
-    for name in ("CONTACCUM_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(doctor.Path, "home", no_home)
-    found = {each.subject: each for each in doctor.disks()}
-    assert list(found) == ["this folder", "cache", "hub cache", "temporary"]
-    assert found["cache"].state == "broken"
-    assert "set CONTACCUM_CACHE" in found["cache"].found
-
-
-def test_doctor_runs_without_the_hub_library():
-    script = (
-        "import sys; sys.modules['huggingface_hub'] = None; from contaccum import doctor; "
-        "print([each.subject for each in doctor.disks()], doctor.network().state)"
-    )
-    done = subprocess.run([*PYTHON, script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['this folder', 'cache', 'temporary'] note"
-
-
-def test_hub_cache_is_the_folder_that_the_hub_library_uses():
-    script = (
-        "from contaccum import doctor; print([each.found.split(',')[0] for each in "
-        "doctor.disks()][2])"
-    )
-    names = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
-    plain = {name: value for name, value in os.environ.items() if name not in names}
-    for changes, expected in (
-        ({"XDG_CACHE_HOME": "/tmp/xdg"}, "/tmp/xdg/huggingface/hub"),
-        ({"HF_HOME": "~/hf"}, os.path.expanduser("~/hf/hub")),
-        ({"HF_HUB_CACHE": "/tmp/hub"}, "/tmp/hub"),
-    ):
-        done = subprocess.run(
-            [*PYTHON, script], env=plain | changes, capture_output=True, text=True, check=True
-        )
-        assert done.stdout.strip() == expected
 
 
 class Answer(BaseHTTPRequestHandler):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from helpers import tiny_encoder, write_beir
 
-import contaccum
 from contaccum import (
     Retriever,
     encode,
@@ -72,10 +71,6 @@ def test_wrong_arguments_are_named(data):
         evaluate("bm25", data, "train", evaluator="BEIR")
     dense = Retriever.open(tiny_encoder(), corpus)
     assert dense.search({"q": "a"}, np.int64(2)) == dense.search({"q": "a"}, 2)
-
-
-def test_shells_complete_the_names_of_the_package():
-    assert set(contaccum.__all__) <= set(dir(contaccum))
 
 
 def test_main_restores_how_python_shows_warnings(capsys):

@@ -86,9 +86,7 @@ def test_the_lock_of_another_host_is_refused_and_the_file_to_delete_is_named(tmp
         pass
 
 
-@pytest.mark.parametrize(
-    "content", ["{", "[]", '{"host": "a", "pid": 3, "started": "1", "boot": "2"}', "\0\0\0"]
-)
+@pytest.mark.parametrize("content", ["{", "\0\0\0"])
 def test_a_lock_that_names_no_process_is_taken_over(content, tmp_path, capsys):
     """A power cut left half of it, or an earlier version wrote it."""
     (tmp_path / LOCK_FILE).write_text(content)
@@ -108,22 +106,6 @@ def test_an_empty_lock_is_taken_over_after_a_wait(tmp_path, monkeypatch, capsys)
     assert (
         "an unknown process has ended; this process takes over its lock" in capsys.readouterr().err
     )
-
-
-def test_a_waiting_lock_takes_over_an_empty_lock(tmp_path):
-    """Its process was killed before it wrote its name, or a power cut emptied the file."""
-    (tmp_path / LOCK_FILE).touch()
-    found = []
-
-    def hold():
-        with waiting_lock(tmp_path / LOCK_FILE, after=0.2):
-            found.append((tmp_path / LOCK_FILE).read_text())
-
-    waiting = threading.Thread(target=hold, daemon=True)
-    waiting.start()
-    waiting.join(60)
-    assert found
-    assert found[0]
 
 
 def test_the_file_of_a_killed_takeover_is_no_foreign_file(tmp_path):

@@ -74,20 +74,6 @@ def test_several_folders_are_rows_and_their_mean(tmp_path, capsys):
     assert "was scored with data_sha256" in capsys.readouterr().err
 
 
-def test_a_wrong_name_or_split_is_found_before_the_first_set_is_scored(tmp_path, capsys):
-    first, second = (write_beir(tmp_path / name, 12) for name in ("one", "two"))
-    (second / "qrels" / "dev.tsv").unlink()
-    call = ["evaluate", "--model", "bm25", "--output", str(tmp_path / "out"), "--data"]
-    for names, said in (
-        (f"{first},scifct", "scifct: no folder or data set has this name"),
-        (f"{first},{tmp_path}/three", "three: no such file"),
-        (f"{first},{second}", f"{second}: split 'dev' not found; available: test, train"),
-    ):
-        assert main([*call, names, "--split", "dev"]) == 2
-        assert said in capsys.readouterr().err
-        assert not (tmp_path / "out").exists()
-
-
 def test_sets_whose_names_differ_only_in_a_slash_have_their_own_files(
     tmp_path, capsys, monkeypatch
 ):
@@ -151,8 +137,8 @@ def test_what_changes_a_search_is_another_benchmark(tmp_path, monkeypatch):
     assert benchmark("bm25") == benchmark("bm25", **index, **kept)
 
 
-@pytest.mark.parametrize(("first", "second"), [("beir", "contaccum"), ("contaccum", "beir")])
-def test_another_evaluator_is_another_benchmark(first, second, tmp_path, monkeypatch):
+def test_another_evaluator_is_another_benchmark(tmp_path, monkeypatch):
+    first, second = "beir", "contaccum"
     folders = ",".join(str(write_beir(tmp_path / name, 15)) for name in ("one", "two"))
     monkeypatch.setattr("contaccum.encoder.load_encoder", lambda choice: WordEncoder())
     call = {"model": EncoderConfig("tiny"), "data": folders, "output": str(tmp_path / "out")}
@@ -168,7 +154,6 @@ def test_another_evaluator_is_another_benchmark(first, second, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "Expected `object`, got `array`"),
         ('{"mean": {"ndcg@10": "high"}}', "Expected `float`, got `str` - at `$.mean[...]`"),
     ],
 )
@@ -215,17 +200,6 @@ def test_beir_is_fifteen_sets_of_which_one_has_twelve_forums(capsys):
     assert lines[17][:3] == ["without", "msmarco", f"{np.mean(others):.4f}"]
     forums = [evaluate("bm25", f"cqadupstack/{forum}")["mean"]["ndcg@10"] for forum in FORUMS[:2]]
     assert scores["cqadupstack"] == pytest.approx(np.mean(forums))
-
-
-def test_a_list_of_one_data_set_is_this_data_set(tmp_path, monkeypatch, capsys):
-    """The comma at its end was once part of the name."""
-    write_beir(tmp_path / "data")
-    monkeypatch.chdir(tmp_path)
-    outputs = []
-    for name in ("data", "data,", " data, "):
-        assert main(["evaluate", "--model", "bm25", "--data", name]) == 0
-        outputs.append(capsys.readouterr().out)
-    assert outputs[1:] == outputs[:1] * 2
 
 
 def test_nanobeir_and_lists_are_taken_apart(tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ def by_hand(differences) -> float:
     return sum(flip >= abs(sum(differences)) - 1e-12 for flip in flips) / len(flips)
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 9, 12])
+@pytest.mark.parametrize("size", [1, 9])
 def test_few_queries_are_permuted_exactly(size):
     differences = np.random.default_rng(size).normal(0.3, 1, size).round(1)
     assert permutation_test(differences) == pytest.approx(by_hand(differences))
@@ -88,17 +88,6 @@ def test_rounding_errors_of_means_over_seeds_are_no_differences():
     found = compare(ours, theirs, "mrr@10")
     assert (found.difference, found.effect, found.wins, found.losses) == (0, 0, 0, 0)
     assert (found.p_permutation, found.p_t, found.p_both) == (1, 1, 1)
-
-
-def test_equal_differences_have_no_effect_size():
-    values = np.random.default_rng(0).random(20).round(4)
-    ours, theirs = (
-        {0: {str(q): {"mrr@10": v} for q, v in enumerate(each)}} for each in (values + 0.1, values)
-    )
-    assert np.ptp(values + 0.1 - values) > 0  # equal only up to rounding
-    found = compare(ours, theirs, "mrr@10")
-    assert (found.effect, found.wins, found.p_t) == (0, 20, 0)
-    assert found.low == found.high == found.difference == pytest.approx(0.1)
 
 
 def test_holm_by_hand():
