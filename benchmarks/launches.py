@@ -182,7 +182,7 @@ def count_step(method: str, tied: bool, layers: int, pairs: int = 64) -> dict[st
     )
     if bank.size:
         fill(bank, push)
-    with Count() as counter:
+    with Count("meta") as counter:
         METHODS[method](engine, batches, bank, loss)
     found = {"method": method, "towers": "tied" if tied else "untied"}
     return {**found, "micro_batches": len(batches), "operations": counter.operations}
