@@ -17,6 +17,7 @@ from contaccum.experiments.page import Table, text
 from contaccum.experiments.settings import read_names
 from contaccum.runtime.files import write_json
 from contaccum.runtime.units import duration, gigabytes
+from contaccum.training.automatic import choices
 
 # three or more sizes of a micro-batch, up to three times of a step, and two or more sizes of a bank
 MEASUREMENTS = "5 to 12"
@@ -79,6 +80,12 @@ def render(measured: dict[str, Measurement], config: TrainConfig, budget: int) -
         f"of rows that fit with batch.micro_batch_size (B = {b}).",
     ]
     lines += [f"{method} trains in {found.settings}." for method, found in measured.items()]
+    chosen = [
+        line
+        for method in measured
+        for line in choices(replace(config, method=method))  # type: ignore[arg-type]
+    ]
+    lines += [f"auto on this machine: {line}" for line in dict.fromkeys(chosen)]
     context = max(found.context for found in measured.values())
     if context >= budget:
         used = (

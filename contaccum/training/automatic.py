@@ -177,7 +177,8 @@ def memory_of_pass(encoder: DualEncoder, engine: Engine, texts: int, length: int
 def choices(config: TrainConfig) -> list[str]:
     """Return a line for each setting that is ``auto``: its value on this machine, and the reason.
 
-    The encoder is not loaded, so a choice that depends on it is described.
+    The encoder is not loaded, so a choice that depends on it is described. The last two lines are
+    about commands that use the trained model.
     """
     lines = []
     device = encoding_device(config.run.device).type
@@ -198,11 +199,20 @@ def choices(config: TrainConfig) -> list[str]:
         tokens = f"passes of at most {CPU_TOKENS} tokens, where more are not faster on a CPU"
         if device == "cuda":
             tokens = f"measured at the start; passes of at most {GPU_TOKENS} tokens"
-        lines.append(f"batch.micro_batch_size: {tokens}; at least one pair")
+        lines.append(f"batch.micro_batch_size of {config.method}: {tokens}; at least one pair")
     elif config.batch.micro_batch_size == "auto" and config.batch.micro_batch_tokens is None:
         size = config.micro_batch_size(1)
-        why = "the whole step" if config.spec.whole else "a part of the objective, so not measured"
-        lines.append(f"batch.micro_batch_size: {size} pairs in one process ({why})")
+        why = "the whole step" if config.spec.whole else "it decides the negatives of a query"
+        lines.append(
+            f"batch.micro_batch_size of {config.method}: {size} pairs in one process ({why})"
+        )
+    precision, backend = "fp32", "the faster of faiss and torch, timed in the first large search"
+    if device == "cuda":
+        precision = "the first of fp16, bf16 and fp32 whose vectors of 64 passages agree with fp32"
+        backend = "torch"
+    where = f"(the device is {device})"
+    lines.append(f"--precision of encode, search, evaluate and mine: {precision} {where}")
+    lines.append(f"--backend of search, evaluate and mine: {backend} {where}")
     return lines
 
 

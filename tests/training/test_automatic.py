@@ -151,12 +151,15 @@ def test_a_probe_that_does_not_fit_gets_fewer_texts(monkeypatch):
             [
                 "run.precision: fp32 (the device is cpu)",
                 "model.unpad: true if",
-                "batch.micro_batch_size: passes",
+                "batch.micro_batch_size of grad_cache: passes",
             ],
         ),
         (
             {"method": "grad_accum", "run.compile": "default", "run.precision": "bf16"},
-            ["model.unpad: false (run.compile is default)", "batch.micro_batch_size: 8 pairs"],
+            [
+                "model.unpad: false (run.compile is default)",
+                "batch.micro_batch_size of grad_accum: 8 pairs",
+            ],
         ),
         (
             {"model.unpad": False, "run.precision": "fp32", "batch.micro_batch_size": 4},
@@ -167,6 +170,10 @@ def test_a_probe_that_does_not_fit_gets_fewer_texts(monkeypatch):
 def test_choices_are_listed_without_the_encoder(changes, lines):
     method = changes.pop("method", "grad_cache")
     config = train_config("data", "run", method, **{"batch.micro_batch_size": "auto", **changes})
-    found = automatic.choices(config)
+    *found, precision, backend = automatic.choices(config)
     assert len(found) == len(lines)
     assert all(line.startswith(start) for line, start in zip(found, lines, strict=True))
+    assert precision == (
+        "--precision of encode, search, evaluate and mine: fp32 (the device is cpu)"
+    )
+    assert backend.startswith("--backend of search, evaluate and mine: the faster of faiss")
