@@ -23,7 +23,7 @@ class WordEncoder:
     """Unit vectors; ``name`` stands for the weights, ``seen`` counts the texts that were
     encoded."""
 
-    device = "cpu"
+    device, precision = "cpu", "fp32"
 
     def __init__(self, dim: int = 48, name: str = "words", pause: float = 0.0) -> None:
         self.dim = dim

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from contaccum.config import ENCODER_SETTINGS, EncoderConfig
 from contaccum.encoder.adapters import Adapters
 from contaccum.encoder.dual import DualEncoder
 from contaccum.encoder.folders import (
@@ -12,10 +11,10 @@ from contaccum.encoder.folders import (
     make_settings,
     model_folder,
 )
+from contaccum.encoder.precision import load_encoder
 from contaccum.encoder.tokenizer import wordpiece_tokenizer
 from contaccum.encoder.tower import Tower, pool, tiny_tower
 from contaccum.errors import InputError
-from contaccum.runtime.processes import encoding_device, torch_dtype
 
 __all__ = [
     "SETTINGS_FILE",
@@ -32,21 +31,6 @@ __all__ = [
     "tiny_tower",
     "wordpiece_tokenizer",
 ]
-
-
-def load_encoder(choice: EncoderConfig) -> DualEncoder:
-    """Load an encoder for computing vectors.
-
-    ``choice`` has the name, the device and the precision of the encoder.
-    """
-    if choice.model == "bm25":
-        raise InputError("--model bm25 has no vectors; this command needs an encoder")
-    options = {
-        name: getattr(choice, name)
-        for name in (*ENCODER_SETTINGS, "truncate_dim", "trust_remote_code")
-    }
-    dtype, device = torch_dtype(choice.precision), encoding_device(choice.device)
-    return DualEncoder.load(choice.model, dtype=dtype, device=device, **options)
 
 
 def merge(model: str, output: str, trust_remote_code: bool = False) -> str:

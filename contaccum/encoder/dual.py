@@ -50,7 +50,7 @@ from contaccum.errors import InputError
 from contaccum.runtime.checks import require_texts
 from contaccum.runtime.files import whole_folder
 from contaccum.runtime.prefetch import prefetch
-from contaccum.runtime.processes import Processes
+from contaccum.runtime.processes import PRECISIONS, Processes
 
 # minimum number of texts for packed linear layers; with fewer texts, packing takes longer than it
 # saves
@@ -134,6 +134,13 @@ class DualEncoder(nn.Module):
         return (
             next(self.query_tower.parameters()).device if self.group is None else self.group.device
         )
+
+    @property
+    def precision(self) -> str:
+        """Precision of the weights: fp32, bf16 or fp16."""
+        names = {dtype: name for name, dtype in PRECISIONS.items()}
+        dtype = self.query_tower.backbone.dtype
+        return names.get(dtype, str(dtype))
 
     @property
     def one_pass(self) -> bool:
@@ -269,9 +276,9 @@ class DualEncoder(nn.Module):
         return vectors
 
     def fingerprint(self, kind: str) -> str:
-        """Return a hash of the weights, the vocabulary and the settings of one tower.
+        """Return the precision and a hash of the weights, vocabulary and settings of one tower.
 
-        Towers with the same hash compute the same vectors. kind: ``query`` or ``passage``.
+        Towers with the same fingerprint compute the same vectors. kind: ``query`` or ``passage``.
         """
         tower: Tower = getattr(self, f"{kind}_tower")
         digest = hashlib.sha256()
@@ -290,7 +297,7 @@ class DualEncoder(nn.Module):
         if self.settings.truncate_dim is not None:
             names.append("truncate_dim")
         digest.update(json.dumps([getattr(self.settings, name) for name in names]).encode())
-        return digest.hexdigest()
+        return f"{self.precision} {digest.hexdigest()}"
 
     def set_dropout(self, probability: float | None, attention: float | None = None) -> None:
         """Set the dropout probabilities of both towers, except the dropout of LoRA adapters.

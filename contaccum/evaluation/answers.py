@@ -186,7 +186,13 @@ def evaluate_questions(
         read = open_dataset(questions, policy=policy).questions
         corpus = open_dataset(passages, policy=policy).corpus
     queries = {str(number): question.text for number, question in enumerate(read)}
-    run = Retriever.open(model, corpus, settings, group).search(queries, k)
+    retriever = Retriever.open(model, corpus, settings, group)
+    run = retriever.search(queries, k)
     metrics = answer_accuracy(read, run, corpus, match=match, cutoffs=cutoffs)
-    about = {"model": model.model, "data": questions, "passages": passages}
+    about = {
+        "model": model.model,
+        "data": questions,
+        "passages": passages,
+        "precision": retriever.precision,
+    }
     return save_metrics(metrics, output if group.is_main else None, about)

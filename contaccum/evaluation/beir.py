@@ -42,11 +42,15 @@ class BeirEncoder:
 
         A passage has the keys ``title`` and ``text``.
         """
-        texts = [
-            Passage("", passage.get("title") or "", passage.get("text") or "").content
-            for passage in corpus
-        ]
-        return torch.from_numpy(self.encoder.encode_passages(texts, self.batch_tokens))
+        return torch.from_numpy(self.encoder.encode_passages(contents(corpus), self.batch_tokens))
+
+
+def contents(corpus: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return title and text of each passage, joined."""
+    return [
+        Passage("", passage.get("title") or "", passage.get("text") or "").content
+        for passage in corpus
+    ]
 
 
 def evaluate_with_beir(
@@ -64,11 +68,8 @@ def evaluate_with_beir(
     from beir.retrieval.evaluation import EvaluateRetrieval
     from beir.retrieval.search.dense import DenseRetrievalExactSearch
 
-    from contaccum.encoder import load_encoder
+    from contaccum.encoder.precision import SAMPLE, load_encoder
 
-    if isinstance(model, str | Path):
-        model = EncoderConfig.of(model)
-    encoder = load_encoder(model) if isinstance(model, EncoderConfig) else model
     folder = str(open_dataset(data, split).path)
     fix = "; expected a BEIR folder with unpacked files"
     with library_errors(f"{folder}: BEIR cannot load it", ValueError, KeyError, fix=fix):
@@ -88,7 +89,12 @@ def evaluate_with_beir(
             "passages count as not found",
             stacklevel=3,
         )
-    search = DenseRetrievalExactSearch(BeirEncoder(encoder, batch_tokens))
+    if isinstance(model, str | Path):
+        model = EncoderConfig.of(model)
+    if isinstance(model, EncoderConfig):
+        some = list(corpus.values())[:SAMPLE]
+        model = load_encoder(model, "passage", lambda: contents(some))
+    search = DenseRetrievalExactSearch(BeirEncoder(model, batch_tokens))
     scorer = EvaluateRetrieval(search, cutoffs, score_function="dot")
     results = scorer.retrieve(corpus, queries)
     mean = {}

@@ -18,6 +18,7 @@ from contaccum.errors import InputError
 from contaccum.evaluation.evaluate import Evaluator, evaluate
 from contaccum.evaluation.metrics import SHOWN, Metrics, read_metrics
 from contaccum.formats.readers import beir_file
+from contaccum.retrieval.encode import Texts, load_encoder_of
 from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, index_settings
 from contaccum.retrieval.shards import saved_dtype
 from contaccum.runtime.files import sha256_of, write_json
@@ -95,8 +96,6 @@ def evaluate_benchmark(
             if file is None or not file.is_file():
                 open_dataset(benchmark_set.data, benchmark_set.split, policy).check()
 
-    from contaccum.encoder import load_encoder
-
     # everything that changes the metrics; a finished file must have the same values
     shared: dict[str, Any] = {
         "model": model.model,
@@ -107,7 +106,16 @@ def evaluate_benchmark(
     shared |= {**asdict(policy), "evaluator": evaluator}
     encoder = None
     if model.model != BM25_NAME:
-        encoder = load_encoder(model)
+        first = sets[0]
+        encoder = load_encoder_of(
+            model,
+            "passage",
+            lambda: Texts.of_corpus(
+                open_dataset(first.data, first.split, policy).retrieval_set.corpus
+            ),
+            settings.index_dir and Path(settings.index_dir) / names[0],
+            settings.embeddings and Path(settings.embeddings) / names[0],
+        )
         shared["encoder"] = f"{encoder.fingerprint('query')} {encoder.fingerprint('passage')}"
         shared |= index_settings(settings)
     rows: dict[str, list[Metrics]] = {}

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,12 +37,14 @@ from contaccum.retrieval.shards import (
     damage,
     read_record,
     refuse_infinite,
+    saved_precision,
     started_options,
     write_manifest,
     write_shard,
 )
 from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.files import cache_folder, remove_folder, sweep
+from contaccum.runtime.launch import is_main
 from contaccum.runtime.locks import folder_lock, waiting_lock
 from contaccum.runtime.processes import ALONE, Processes, joined
 from contaccum.runtime.progress import Progress
@@ -110,6 +112,32 @@ class Texts:
                     digest.update(b"%d:" % len(data))
                     digest.update(data)
         return digest.hexdigest()
+
+
+def load_encoder_of(
+    choice: EncoderConfig, kind: str, texts: Callable[[], Texts], *folders: str | Path | None
+) -> "DualEncoder":
+    """Load an encoder, in a precision that fits texts, or vectors that exist already.
+
+    kind: ``query`` or ``passage``. texts: the texts of this kind to encode. folders: folders with
+    vectors or an index of these texts. With the precision ``auto``, the encoder has the precision
+    of the first folder that has one; otherwise, the first texts choose (see ``load_encoder``).
+    """
+    from contaccum.encoder.precision import SAMPLE, load_encoder
+
+    if choice.precision == "auto":
+        for folder in folders:
+            if folder and (saved := saved_precision(folder)):
+                choice = replace(choice, precision=saved)  # type: ignore[arg-type]
+                if saved != "fp32" and is_main():
+                    print(f"contaccum: encoding in {saved}, as in {folder}", file=sys.stderr)
+                break
+
+    def sample() -> list[str]:
+        found = texts()
+        return found.read(0, min(found.rows, SAMPLE))[1]
+
+    return load_encoder(choice, kind, sample)
 
 
 def encode_shard(
@@ -421,14 +449,12 @@ def encode(
 ) -> str:
     """Encode a corpus or queries into shards in the folder ``output``.
 
-    Return a sentence that describes the result.
+    Return a sentence that describes the result, with the precision of the vectors.
 
     source: data set, as a path or a name. kind: ``passage`` or ``query``. dtype, shard_size,
     batch_tokens, format, text: see ``encode_texts``. Processes started by torchrun divide the
     shards among themselves. A second call encodes only the missing shards.
     """
-    from contaccum.encoder import load_encoder
-
     model = EncoderConfig.of(model)
     refuse_input_as_output(output, source, model.model, folder=True)
     # after this block, the processes do not wait for each other
@@ -439,7 +465,7 @@ def encode(
             if kind == "passage"
             else Texts.of_queries(dataset.queries)
         )
-    encoder = load_encoder(model)
+    encoder = load_encoder_of(model, kind, lambda: texts, output)
     finished = encode_texts(
         encoder,
         texts,
@@ -452,7 +478,10 @@ def encode(
         text=text,
     )
     if finished:
-        return f"{output}: {texts.rows} {kind} vectors of {encoder.dim} numbers"
+        return (
+            f"{output}: {texts.rows} {kind} vectors of {encoder.dim} numbers, encoded in "
+            f"{encoder.precision}"
+        )
     return (
         f"{output}: process {group.rank} of {group.world} has finished its shards; other "
         "processes are still encoding"

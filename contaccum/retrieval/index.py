@@ -45,7 +45,7 @@ class Origin:
 
     factory: str  # string for faiss.index_factory, such as HNSW32
     seed: int = 0  # seed of the random sample of vectors that the index was trained on
-    encoder: str = ""  # fingerprint of the passage encoder; empty if it is unknown
+    encoder: str = ""  # DualEncoder.fingerprint of the passage encoder; empty if it is unknown
     source: str = ""  # fingerprint of the ids and texts of the passages; empty if it is unknown
 
 

@@ -22,7 +22,7 @@ from contaccum.data.identity import text_hash
 from contaccum.errors import InputError
 from contaccum.formats.records import Example, Passage, TeacherScores, record_line, whole_records
 from contaccum.formats.training import TrainingKind, example_record, framed
-from contaccum.retrieval.encode import passage_vectors
+from contaccum.retrieval.encode import Texts, load_encoder_of, passage_vectors
 from contaccum.retrieval.negatives import CrossEncoder, MiningQueries, select_negatives
 from contaccum.retrieval.retriever import (
     BM25_NAME,
@@ -272,9 +272,13 @@ def mine(
     encoder: DualEncoder | None = None
     if model.model != BM25_NAME:
         validate_search(settings, group)
-        from contaccum.encoder import load_encoder
-
-        encoder = load_encoder(model)
+        encoder = load_encoder_of(
+            model,
+            "passage",
+            lambda: Texts.of_corpus(queries.corpus),
+            settings.index_dir,
+            settings.embeddings,
+        )
         if group.world > 1:
             # each process searches the whole corpus for its own queries, in vectors that the
             # processes compute together
@@ -291,7 +295,9 @@ def mine(
         cross_encoder = CrossEncoder(
             mining.cross_encoder, device, mining.cross_encoder_batch_size, model.trust_remote_code
         )
-    search = {} if encoder is None else index_settings(settings)
+    search: dict[str, Any] = {}
+    if encoder is not None:
+        search = {"precision": retriever.precision, **index_settings(settings)}
     about = {"model": model.model, "data": data, "split": split, "corpus": corpus, "search": search}
     return Miner(queries, retriever, mining, to, cross_encoder).write(output, about, group)
 

@@ -18,7 +18,12 @@ from tqdm.auto import tqdm
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.errors import InputError
-from contaccum.retrieval.encode import Texts, encode_in_memory, passage_vectors
+from contaccum.retrieval.encode import (
+    Texts,
+    encode_in_memory,
+    load_encoder_of,
+    passage_vectors,
+)
 from contaccum.retrieval.exact import ExactIndex, best_first, inner_products
 from contaccum.retrieval.index import Index, Origin
 from contaccum.retrieval.runs import (
@@ -64,6 +69,9 @@ Scored = tuple[list[tuple[str, float]], np.ndarray]
 class Retriever(ABC):
     """Base class of retrievers. A retriever searches one corpus."""
 
+    precision: str | None = None
+    """Precision of the encoder. None: there is no encoder."""
+
     @staticmethod
     def open(
         model: "EncoderConfig | DualEncoder | str | Path",
@@ -86,9 +94,8 @@ class Retriever(ABC):
             return BM25(corpus, extra)
         validate_search(settings, group)
         if isinstance(model, EncoderConfig):
-            from contaccum.encoder import load_encoder
-
-            model = load_encoder(model)
+            folders = (settings.index_dir, settings.embeddings)
+            model = load_encoder_of(model, "passage", lambda: Texts.of_corpus(corpus), *folders)
         return DenseRetriever(model, corpus, settings, group, extra)
 
     def search(
@@ -136,6 +143,7 @@ class DenseRetriever(Retriever):
     ) -> None:
         """See ``Retriever.open``."""
         self.encoder = encoder
+        self.precision = encoder.precision
         self.corpus = corpus
         self.settings = settings
         self.group = group

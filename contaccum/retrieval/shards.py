@@ -23,6 +23,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from contaccum.errors import InputError, library_errors
 from contaccum.runtime.files import read_json, sha256_of, whole_file, write_json, write_text
+from contaccum.runtime.processes import PRECISIONS
 
 FORMAT = "contaccum-embeddings"
 VERSION = 1
@@ -67,7 +68,7 @@ class EncodingJob:
     """
 
     kind: str  # query or passage
-    encoder: str  # fingerprint of the encoder's weights and settings
+    encoder: str  # DualEncoder.fingerprint
     source: str  # fingerprint of all ids and texts
     rows: int  # number of texts
     shard_size: int  # number of rows in each shard; the last shard may have fewer rows
@@ -131,6 +132,19 @@ class _JobFile:
 
 
 @dataclass(frozen=True)
+class _Source:
+    encoder: str
+
+
+@dataclass(frozen=True)
+class _About:
+    """Origin of vectors (``job``) or of an index (``origin``)."""
+
+    job: _Source | None = None
+    origin: _Source | None = None
+
+
+@dataclass(frozen=True)
 class _RecordFile(_JobFile):
     shard: ShardRecord
 
@@ -185,6 +199,17 @@ def saved_dtype(folder: str | Path) -> str | None:
         return str(read_json(Path(folder) / MANIFEST, _JobFile).job.dtype)
     except InputError:  # not finished
         return started_options(folder).get("dtype")
+
+
+def saved_precision(folder: str | Path) -> str | None:
+    """Return the precision of the vectors or the index in a folder, or None if there are none."""
+    for path in (Path(folder) / MANIFEST, *Path(folder).glob("*.shard.json")):
+        with suppress(InputError):  # not finished, or damaged and written again
+            about = read_json(path, _About)
+            source = about.job or about.origin
+            precision = source.encoder.partition(" ")[0] if source else ""
+            return precision if precision in PRECISIONS else None
+    return None
 
 
 def started_options(folder: str | Path) -> dict[str, Any]:

@@ -327,8 +327,11 @@ def training_defaults() -> Iterator[None]:
         yield
 
 
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 def torch_dtype(precision: str) -> torch.dtype:
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return PRECISIONS[precision]
 
 
 def peak_resident() -> int:

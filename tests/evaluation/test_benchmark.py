@@ -107,7 +107,7 @@ def test_a_changed_folder_in_the_place_of_the_hub_is_another_benchmark(tmp_path,
 def test_what_changes_a_search_is_another_benchmark(tmp_path, monkeypatch):
     """And what changes none is not: bm25 has no index, and vectors in memory have one form."""
     folders = [str(write_beir(tmp_path / name, 15)) for name in ("one", "two")]
-    monkeypatch.setattr("contaccum.encoder.load_encoder", lambda choice: WordEncoder())
+    monkeypatch.setattr("contaccum.encoder.precision.load_encoder", lambda *_: WordEncoder())
 
     def benchmark(model="tiny", **settings) -> dict:
         output = str(tmp_path / model)
@@ -140,7 +140,7 @@ def test_what_changes_a_search_is_another_benchmark(tmp_path, monkeypatch):
 def test_another_evaluator_is_another_benchmark(tmp_path, monkeypatch):
     first, second = "beir", "contaccum"
     folders = ",".join(str(write_beir(tmp_path / name, 15)) for name in ("one", "two"))
-    monkeypatch.setattr("contaccum.encoder.load_encoder", lambda choice: WordEncoder())
+    monkeypatch.setattr("contaccum.encoder.precision.load_encoder", lambda *_: WordEncoder())
     call = {"model": EncoderConfig("tiny"), "data": folders, "output": str(tmp_path / "out")}
     assert evaluate_benchmark(**call, evaluator=first) == evaluate_benchmark(
         **call, evaluator=first

@@ -475,7 +475,7 @@ def test_the_report_names_the_search_settings_that_can_change_the_negatives(data
         settings=SearchConfig(**index),
         mining=MineConfig(seed=5),
     )
-    assert report["search"] == {**index, "index_seed": 5}
+    assert report["search"] == {"precision": "fp32", **index, "index_seed": 5}
     report = mine(EncoderConfig("bm25"), data, tmp_path / "lexical.jsonl")
     assert report["search"] == {}
 
