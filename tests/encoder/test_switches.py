@@ -1,8 +1,6 @@
 """Options of the encoder's computation equal the plain one in vectors, gradients and dropout; each
 with a negative control."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -16,11 +14,8 @@ from contaccum.encoder import DualEncoder, EncoderSettings, Tower, kernels
 from contaccum.encoder.kernels import (
     FULL_ATTENTION,
     UNPADDED_FAMILIES,
-    attention_mask,
     by_length,
     padding_bias,
-    pool_unpadded,
-    unpad,
     varlen,
 )
 from contaccum.encoder.tokenizer import wordpiece_tokenizer
@@ -43,19 +38,6 @@ def family_encoder(family: str, pooling: str = "mean", **config) -> DualEncoder:
     return DualEncoder(
         tower, tower, EncoderSettings(max_query_length=16, max_passage_length=16, tie_towers=True)
     )
-
-
-def test_tied_towers_encode_queries_and_passages_in_one_pass():
-    """Only without padding: padded to the length of the passages, queries would take more time."""
-    calls = []
-    for tie, unpadded in ((True, True), (True, False), (False, True)):
-        encoder = tiny_encoder(tie=tie)
-        encoder.set_attention("auto", unpad=unpadded)
-        for tower in encoder.towers:
-            tower.register_forward_hook(lambda *_: calls.append(1))
-        encoder(micro_batches(1, 4, hard_negatives=1)[0])
-        assert len(calls) == (1 if tie and unpadded else 2)
-        calls.clear()
 
 
 def test_texts_of_equal_length_share_a_call(monkeypatch):
@@ -86,12 +68,10 @@ def test_texts_of_equal_length_share_a_call(monkeypatch):
     assert (whole - found).abs().max() > DIFFERENT
 
 
-@pytest.mark.parametrize("dropout", [0.1, 0.5])
 @pytest.mark.parametrize("hidden", [False, True])
-def test_attention_with_dropout_equals_its_formula_with_the_same_bytes(
-    dropout, hidden, monkeypatch
-):
+def test_attention_with_dropout_equals_its_formula_with_the_same_bytes(hidden, monkeypatch):
     """Outputs and gradients in float64, from the definition of dropout."""
+    dropout = 0.1
     torch.manual_seed(0)
     inputs = [torch.randn(3, 2, 7, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     drawn = kernels.random_bytes(torch.Size((3, 2, 7, 7)))
@@ -117,14 +97,13 @@ def test_attention_with_dropout_equals_its_formula_with_the_same_bytes(
     assert (plain - found).abs().max() > DIFFERENT
 
 
-@pytest.mark.parametrize("dropout", [0.001, 0.1, 0.999])
-def test_every_byte_together_gives_the_attention_without_dropout(dropout, monkeypatch):
+def test_every_byte_together_gives_the_attention_without_dropout(monkeypatch):
     """So the expected output is exact: each byte value is equally likely."""
     drawn = torch.arange(256, dtype=torch.uint8).view(256, 1, 1, 1)
     monkeypatch.setattr(kernels, "random_bytes", lambda shape: drawn)
     query, key, value = (torch.randn(256, 1, 1, 8, dtype=torch.float64) for _ in range(3))
     value[:] = value[0]
-    found = kernels.attention_with_dropout(query, key, value, dropout, None)
+    found = kernels.attention_with_dropout(query, key, value, 0.1, None)
     torch.testing.assert_close(found.mean(0), value[0])
 
 
@@ -140,7 +119,7 @@ def test_random_bytes_are_uniform_and_repeat_with_the_seed():
     assert not torch.equal(drawn, kernels.random_bytes(torch.Size((3, 11, 4096))))
 
 
-@pytest.mark.parametrize("family", UNPADDED_FAMILIES)
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
 def test_dropout_of_the_attention_weights_is_a_setting_of_its_own(family, monkeypatch):
     encoder = family_encoder(family).train()
     encoder.set_attention("auto", unpad=True)
@@ -160,27 +139,11 @@ def test_dropout_of_the_attention_weights_is_a_setting_of_its_own(family, monkey
     encoder.set_dropout(0.25, attention=0.0)
     one, other = encoder(batch)[0], encoder(batch)[0]
     assert not used
-    if family not in ("eurobert", "llama", "mistral", "qwen2", "qwen3"):  # have no other dropout
+    if family == "bert":  # qwen3 has no other dropout
         assert (one - other).abs().max() > DIFFERENT
     encoder.set_dropout(None, attention=0.5)
     encoder(batch)
     assert set(used) == {0.5}
-
-
-def test_attention_across_texts_changes_vectors():
-    """Negative control: the same packed row, read as one text."""
-    encoder = family_encoder("bert").eval()
-    encoder.set_attention("auto", unpad=True)
-    tokens = micro_batches(1, 4)[0].passages
-    tower = encoder.query_tower
-    right = tower(tokens)
-    row = unpad(tokens)
-    tower.backbone.set_attn_implementation("sdpa")
-    one = tower.backbone(input_ids=row.input_ids, position_ids=row.position_ids).last_hidden_state[
-        0
-    ]
-    first = one[: row.bounds[1]].mean(0)
-    assert (first - right[row.texts[0]]).abs().max() > DIFFERENT
 
 
 def test_encoding_without_padding_gives_equal_vectors(minilm):
@@ -191,50 +154,11 @@ def test_encoding_without_padding_gives_equal_vectors(minilm):
     np.testing.assert_allclose(encoder.encode_passages(texts), padded, atol=1e-6)
 
 
-def test_unpad_removes_padding():
-    tokens = Tokens(
-        torch.tensor([[7, 8, 0], [9, 5, 6], [4, 0, 0]]),
-        torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]]),
-    )
-    row = unpad(tokens, first=2)
-    # the longest text first
-    assert row.input_ids.tolist() == [[9, 5, 6, 7, 8, 4]]
-    assert row.position_ids.tolist() == [[2, 3, 4, 2, 3, 2]]
-    assert row.texts.tolist() == [1, 1, 1, 0, 0, 2]
-    assert row.bounds.tolist() == [0, 3, 5, 6]
-    assert row.places.tolist() == [1, 0, 2]
-    assert row.runs == ((1, 3), (1, 2), (1, 1))
-    assert row.longest == 3
-
-
-def test_unpad_reads_no_value_from_the_device():
-    """On the meta device, which holds no values.
-
-    Without the CPU copy of the mask, the lengths must be read.
-    """
-    ids, mask = torch.tensor([[7, 8, 0], [9, 5, 6]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
-    tokens = Tokens(ids, mask).to(torch.device("meta"))
-    row = unpad(tokens)
-    assert {
-        each.device.type
-        for each in (row.input_ids, row.position_ids, row.bounds, row.texts, row.places)
-    } == {"meta"}
-    states = torch.empty(5, 8, device="meta")
-    for pooling in ("cls", "last", "mean"):
-        assert pool_unpadded(states, row, pooling).shape == (2, 8)
-    assert (row.input_ids.shape, row.longest) == ((1, 5), 3)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        unpad(Tokens(tokens.input_ids, tokens.attention_mask))
-
-
 @pytest.mark.parametrize(
     ("dtype", "same", "causal", "window"),
     [
-        (torch.float32, 1e-5, False, None),
         (torch.float32, 1e-5, True, None),
         (torch.bfloat16, 0.05, False, None),
-        (torch.bfloat16, 0.05, True, None),
-        (torch.bfloat16, 0.05, False, 3),
         (torch.bfloat16, 0.05, True, 3),
     ],
 )
@@ -346,24 +270,6 @@ def test_ready_masks_give_equal_vectors(family):
     assert (none[mask > 0] - plain[mask > 0]).abs().max() > DIFFERENT
 
 
-def test_which_mask_a_pass_uses():
-    tower = family_encoder("bert").query_tower
-    tokens = micro_batches(1, 4)[0].passages
-    whole = Tokens(tokens.input_ids, torch.ones_like(tokens.attention_mask))
-    assert attention_mask(tokens.to(torch.device("cpu")), tower.backbone) is tokens.attention_mask
-    assert attention_mask(gpu_like(whole), tower.backbone) is None
-    assert attention_mask(gpu_like(tokens), tower.backbone).shape == (
-        4,
-        1,
-        1,
-        tokens.input_ids.shape[1],
-    )
-    windows = family_encoder("modernbert").query_tower.backbone  # its layers differ in their masks
-    decoder = family_encoder("qwen3").query_tower.backbone
-    for backbone in (windows, decoder):
-        assert attention_mask(gpu_like(tokens), backbone).shape == tokens.attention_mask.shape
-
-
 def test_lengths_are_rounded_on_a_gpu():
     tower = family_encoder("bert").query_tower  # at most 20 tokens
     lengths = []
@@ -463,40 +369,10 @@ def test_unsupported_gradient_checkpointing_is_refused():
         family_encoder("mpnet").gradient_checkpointing_enable()
 
 
-def test_token_vectors_narrower_than_the_layers(tmp_path):
-    """As in facebook/opt-350m."""
-    encoder = family_encoder(
-        "opt", word_embed_proj_dim=16, ffn_dim=64, do_layer_norm_before=False
-    ).eval()
-    vectors = encoder.encode_queries(["a", "b"])
-    assert vectors.shape == (2, 16)
-    encoder.save(tmp_path / "model")
-    np.testing.assert_array_equal(
-        DualEncoder.load(tmp_path / "model").encode_queries(["a", "b"]), vectors
-    )
-    pooling = json.loads(
-        (tmp_path / "model" / "query_encoder" / "1_Pooling" / "config.json").read_text()
-    )
-    assert pooling["word_embedding_dimension"] == 16
-
-
-def test_fingerprint_of_a_family_with_weights_without_dimensions():
-    encoder = family_encoder("apertus")
-    scale = encoder.query_tower.backbone.layers[0].mlp.act_fn.beta
-    assert scale.dim() == 0
-    before = encoder.fingerprint("query")
-    scale.data += 1
-    assert encoder.fingerprint("query") != before
-
-
 DROPOUTS = {
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-    "roberta": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-    "mpnet": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-    "electra": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "distilbert": ("dropout", "attention_dropout"),
     "modernbert": ("embedding_dropout", "mlp_dropout", "attention_dropout"),
-    "starcoder2": ("embedding_dropout", "residual_dropout", "attention_dropout"),
     "gpt_bigcode": ("embd_pdrop", "resid_pdrop", "attn_pdrop"),
 }
 
@@ -510,19 +386,6 @@ def test_set_dropout_sets_every_dropout_of_the_family(family):
     encoder.set_dropout(0.0)
     assert torch.equal(encoder(batch)[0], encoder(batch)[0])
     assert not encoder.has_dropout()
-
-
-@pytest.mark.parametrize("family", ["bert", "modernbert"])
-def test_set_dropout_sets_plain_numbers(family):
-    """With every nn.Dropout at 0, only plain numbers remain: ModernBERT's attention dropout, none
-    in BERT."""
-    encoder = family_encoder(family, **dict.fromkeys(DROPOUTS[family], 0.0)).train()
-    encoder.set_dropout(0.5)
-    for module in encoder.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    batch = micro_batches(1, 4)[0]
-    assert torch.equal(encoder(batch)[0], encoder(batch)[0]) == (family == "bert")
 
 
 @pytest.mark.acceptance  # compilers take their time

@@ -1,7 +1,6 @@
 """Logged bank values equal hand-computed ones, and measuring them changes no weight."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +8,6 @@ from helpers import open_train_set, train_config, weights, write_beir
 
 from contaccum.experiments.run_records import load_run_record
 from contaccum.methods import METHODS
-from contaccum.methods.bank import Bank, BankOptions
-from contaccum.methods.similarity import Similarity
 from contaccum.runtime.engine import Engine
 from contaccum.training import parts
 from contaccum.training.drift import Drift
@@ -79,28 +76,6 @@ def test_measuring_drift_changes_no_weight(method, data, tmp_path):
     assert all("drift" in line for line in read_log(tmp_path / "1"))
 
 
-def test_the_sample_of_a_large_bank_has_whole_micro_batches_from_all_ages():
-    bank = Bank(2**17, 1, Similarity(1.0), BankOptions(columns_only=True), push=8)
-    bank.stored = bank.size
-    rows = torch.arange(bank.size)
-    bank.step = 1024
-    bank.age.copy_(1024 - rows.roll(1000) // 128)
-    bank.index_in_step.copy_(rows.roll(1000) % 128)
-    drift = Drift(
-        None, bank, SimpleNamespace(rows_of=lambda *_: [8] * 16), MicroBatchSize([8], "pairs")
-    )  # type: ignore[arg-type]
-    sample = drift._sample()
-    assert [(step, number) for step, number, _ in sample] == [
-        (0, 0),
-        (341, 5),
-        (682, 10),
-        (1023, 15),
-    ]
-    for step, number, slots in sample:
-        assert bank.age[slots].tolist() == [1024 - step] * 8
-        assert bank.index_in_step[slots].tolist() == list(range(8 * number, 8 * number + 8))
-
-
 def test_bank_without_complete_micro_batch_has_no_drift(data, tmp_path):
     train(train_config(data, tmp_path / "run", "grad_accum", **DROPOUT, **{"optim.max_steps": 2}))
     train(
@@ -124,8 +99,7 @@ def test_bank_ages_equal_hand_computed_values(data, tmp_path):
 @pytest.mark.parametrize(
     ("method", "changes", "weight"),
     [
-        ("in_batch", {}, 1 / 16), ("grad_accum", {}, 1 / 4), ("grad_cache", {}, 1 / 16),
-        ("passage_bank", {}, 1 / 4), ("cont_accum", {}, 1 / 28), ("cont_cache", {}, 1 / 40),
+        ("grad_accum", {}, 1 / 4), ("cont_accum", {}, 1 / 28), ("cont_cache", {}, 1 / 40),
         ("cont_accum", {"bank.row_weight": "current"}, 1 / 4),
     ],
 )  # fmt: skip
@@ -135,7 +109,7 @@ def test_row_weights_equal_hand_computed_values(method, changes, weight, data, t
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"loss.matryoshka_dims": [8, 16]}, {"data.hard_negatives": 1}]
+    "changes", [{}, {"loss.matryoshka_dims": [8, 16], "data.hard_negatives": 1}]
 )
 @pytest.mark.parametrize("method", ["cont_accum", "cont_cache"])
 def test_logged_loss_is_the_mean_over_rows_for_both_row_weights(method, changes, data, tmp_path):

@@ -62,10 +62,8 @@ BY_GUIDE = {"loss.guide": "guide", "loss.guide_margin": 0.002, "loss.margin_stra
 BY_MODEL = {"loss.false_negative_margin": 0.02}
 WIDTHS = {"loss.matryoshka_dims": [8], "bank.age_decay": 0.1}
 RUNS = {
-    "guide": ("cont_accum", BY_GUIDE, {"loss.guide_margin": 0.2}),
     "guide widths": ("cont_cache", {**BY_GUIDE, **WIDTHS}, {"loss.guide_margin": 0.2}),
     "own": ("cont_accum", BY_MODEL, {"loss.false_negative_margin": None}),
-    "own passages": ("passage_bank", BY_MODEL, {"loss.false_negative_margin": None}),
     "separate": ("cont_cache", {"mixture": (True, False)}, {"mixture": (True, True)}),
     "all": (
         "cont_accum",

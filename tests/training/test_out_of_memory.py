@@ -24,7 +24,7 @@ from contaccum.methods.loss import InfoNCE
 from contaccum.runtime.engine import Engine
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
-from contaccum.training.out_of_memory import MicroBatchSize, advice, halved, out_of_memory
+from contaccum.training.out_of_memory import MicroBatchSize, advice, out_of_memory
 from contaccum.training.run_folder import newest_checkpoint
 
 HERE = Path(__file__).parent.parent
@@ -120,25 +120,9 @@ def cuda_error(text: str, code: int) -> Exception:
             ),
             True,
         ),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
-        (
-            RuntimeError(
-                "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling "
-                "`cusolverDnCreate(handle)`"
-            ),
-            True,
-        ),
         (RuntimeError("could not create a primitive"), True),  # oneDNN on a CPU
-        (RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB"), True),
         (RuntimeError("MPS backend out of memory (MPS allocated: 5.00 GB)"), True),
         (cuda_error("CUDA error: device-side assert triggered", 710), False),
-        (cuda_error("CUDA error: an illegal memory access was encountered", 700), False),
-        (
-            RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
-            False,
-        ),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("out of memory"), False),
         (DistBackendError(NCCL), True),
     ],
@@ -252,8 +236,7 @@ BY_TOKENS = {
 }
 
 
-@pytest.mark.parametrize("method", ["cont_accum", "cont_cache"])
-@pytest.mark.parametrize("cut", [{}, BY_TOKENS])
+@pytest.mark.parametrize(("method", "cut"), [("cont_accum", {}), ("cont_cache", BY_TOKENS)])
 def test_drift_uses_the_micro_batch_size_of_each_step(cut, method, data, tmp_path, monkeypatch):
     """Before and after a change of size, the cosine is 1 if the weights do not change."""
     changes = {
@@ -292,26 +275,6 @@ def test_unrecoverable_out_of_memory_is_one_sentence(
         train(train_config(data, tmp_path / "run", method, **{**CHANGES, **changes}))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run" / "model").exists()
-
-
-def test_sizes_are_halves_that_divide_a_step():
-    assert halved(8, pairs=128) == [8, 4, 2, 1]
-    assert halved(12, pairs=36) == [12, 6, 3, 1]
-    assert halved(5, pairs=15) == [5, 1]
-    assert halved(2560, 300) == [2560, 1280, 640, 320, 300]
-    assert halved(300, 300) == [300]
-
-
-def test_micro_batch_size_shrinks_to_the_smallest_and_is_restored():
-    size = MicroBatchSize([4, 2, 1], "pairs")
-    assert size.shrink(10)
-    assert size.shrink(12)
-    assert not size.shrink(12)
-    assert str(size) == "micro-batches of 1 pairs"
-    assert [size.at(step) for step in (9, 10, 11, 12)] == [4, 2, 2, 1]
-    other = MicroBatchSize([8, 4, 2, 1], "pairs")
-    other.load_state(size.state(), 15)
-    assert (other.now, other.at(9), other.at(14)) == (1, 4, 1)
 
 
 def test_a_size_that_was_changed_on_resume_counts_only_from_there_on():

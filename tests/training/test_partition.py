@@ -89,7 +89,7 @@ def sizes(batches) -> list[int]:
 @pytest.mark.parametrize("unpad", [False, True])
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("method", ["grad_cache", "cont_cache"])
-@pytest.mark.parametrize("no_grad_group_size", [1, 2, 10])
+@pytest.mark.parametrize("no_grad_group_size", [1, 10])
 def test_partition_does_not_change_two_pass_gradients(method, no_grad_group_size, tie, unpad, data):
     """Larger first passes do not change them either."""
     towers = {"model.tie_towers": tie}
@@ -212,7 +212,7 @@ def test_equal_micro_batch_weights_give_other_gradients(data, monkeypatch):
     assert largest_difference(even[:1], slow_steps(encoder, taken, "all")[0][:1]) > DIFFERENT
 
 
-@pytest.mark.parametrize("count", [1, 3, 7, 16])
+@pytest.mark.parametrize("count", [3, 16])
 @pytest.mark.parametrize("stored", [0, 24])
 def test_micro_batches_of_equal_size_have_weight_one(count, stored, data):
     """Without a token budget the loss is bit-identical."""
@@ -307,21 +307,6 @@ def test_larger_first_passes_with_dropout_give_other_gradients(data):
     assert largest_difference(larger, same) > DIFFERENT
 
 
-def test_no_grad_group_size_is_layer_count_without_dropout(data):
-    *_, encoder = run_steps("grad_cache", data, count=0)
-    assert encoder.no_grad_group_size() == 4  # as many as layers
-    attention = encoder.query_tower.backbone.encoder.layer[0].attention
-    attention.attention_dropout = 0.1  # a plain number, as some families hold it
-    assert encoder.no_grad_group_size() == 1
-    attention.attention_dropout = 0.0
-    assert encoder.no_grad_group_size() == 4
-    encoder.set_dropout(0.1)
-    assert encoder.no_grad_group_size() == 1
-    encoder.set_dropout(0.0)
-    encoder.gradient_checkpointing_enable()
-    assert encoder.no_grad_group_size() == 1
-
-
 def test_larger_first_passes_need_less_memory_than_the_second_pass(data):
     *_, encoder = run_steps("grad_cache", data, count=0, **{"model.tiny_width": 128})
     engine = Engine(device="cpu")
@@ -391,9 +376,3 @@ def rows_of(texts) -> list[list[int]]:
         row[mask > 0].tolist()
         for row, mask in zip(texts.input_ids, texts.attention_mask, strict=True)
     ]
-
-
-def test_all_methods_that_partition_a_step_are_tested():
-    assert {name for name, spec in METHOD_SPECS.items() if not spec.whole} == {
-        "grad_accum", "grad_cache", "passage_bank", "cont_accum", "cont_cache",
-    }  # fmt: skip

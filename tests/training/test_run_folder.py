@@ -21,7 +21,6 @@ from contaccum.training.run_folder import (
     LINKS,
     all_checkpoints,
     claimed_folder,
-    newest_checkpoint,
     read_config,
 )
 
@@ -78,8 +77,6 @@ def edit_state(checkpoint: Path, change) -> None:
     ("change", "said"),
     [
         ({"format_version": 99}, "format_version 99"), ({"format_version": 0}, "format_version 0"),
-        ({"format_version": "two"}, "format_version 'two'"),
-        ({"step": "three"}, "got `str` - at `[$].step`"),
         ({"bank": 5}, "got `int` - at `[$].bank`"),
     ],
 )  # fmt: skip
@@ -91,16 +88,7 @@ def test_state_of_another_version_or_of_wrong_types_is_refused(change, said, sce
     assert "step-00000003/state.json" in str(error.value)
 
 
-def test_state_without_its_step_is_refused_and_unknown_keys_are_not(scene, tmp_path):
-    run = interrupted(scene, tmp_path / "run")
-    edit_state(run / "checkpoints" / "step-00000003", lambda state: state.update(later="value"))
-    assert newest_checkpoint(run).state["step"] == 3
-    edit_state(run / "checkpoints" / "step-00000003", lambda state: state.pop("step"))
-    with pytest.raises(InputError, match=r"state\.json: Object missing required field `step`"):
-        newest_checkpoint(run)
-
-
-@pytest.mark.parametrize("version", [2, 0, "new", True, None])
+@pytest.mark.parametrize("version", [2, None])
 def test_config_of_another_version_is_refused(version, scene, tmp_path, capsys):
     run = interrupted(scene, tmp_path / "run")
     text = (run / "config.yaml").read_text()
@@ -149,7 +137,7 @@ def test_log_of_another_version_is_refused(scene, tmp_path):
 # symbolic links
 
 
-@pytest.mark.parametrize("linked", [*LINKS, "output", "all"])
+@pytest.mark.parametrize("linked", ["model", "output", "all"])
 def test_folders_of_a_run_on_another_disk(linked, scene, tmp_path):
     """Start, stop, resume and prune through links; the links remain and the other disk has the
     files."""
@@ -227,15 +215,14 @@ def test_strays_among_the_checkpoints_are_skipped_with_a_warning(scene, tmp_path
 
 
 @pytest.mark.parametrize("name", [*LINKS, ""])
-@pytest.mark.parametrize("kind", ["absent", "loop", "file"])
-@pytest.mark.parametrize("again", [False, True], ids=["new", "resumed"])
+@pytest.mark.parametrize(("kind", "again"), [("absent", False), ("file", True)])
 def test_links_without_a_folder_are_refused(name, kind, again, scene, tmp_path):
     run = interrupted(scene, tmp_path / "run") if again and name else tmp_path / "run"
     run.mkdir(exist_ok=True) if name else None
     link = run / name
     shutil.rmtree(link, ignore_errors=True)
     (tmp_path / "file").write_text("mine")
-    link.symlink_to({"absent": tmp_path / "absent", "loop": link, "file": tmp_path / "file"}[kind])
+    link.symlink_to(tmp_path / kind)
     with pytest.raises(InputError, match=r"this link points to .*, where no folder exists"):
         train(train_config(scene[0], run, resume=again, **CHANGES, **{"data.dev": str(scene[0])}))
     assert (tmp_path / "file").read_text() == "mine"
@@ -269,7 +256,7 @@ def test_a_folder_with_only_the_file_of_the_macos_finder_is_empty(tmp_path):
 # a folder that moves
 
 
-@pytest.mark.parametrize("act", ["renamed", "deleted", "replaced"])
+@pytest.mark.parametrize("act", ["deleted", "replaced"])
 def test_run_ends_with_one_sentence_when_its_folder_moves(act, scene, tmp_path):
     run, file = tmp_path / "run", tmp_path / "config.yaml"
     file.write_text(
@@ -308,7 +295,7 @@ def test_restart_without_resume_says_first_that_the_folder_holds_a_run(scene, tm
         train(train_config(moved, run, **CHANGES, **{"data.dev": str(moved)}))
 
 
-@pytest.mark.parametrize("file", ["queries.jsonl", "qrels/dev.tsv", "corpus.jsonl"])
+@pytest.mark.parametrize("file", ["qrels/dev.tsv", "corpus.jsonl"])
 def test_edited_dev_data_are_refused_on_resume(file, scene, tmp_path):
     """The run trains on other files, so only the hash of the dev set can notice the edit."""
     data, dev = write_beir(tmp_path / "data"), write_beir(tmp_path / "dev")

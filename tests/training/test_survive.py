@@ -293,13 +293,3 @@ def test_full_disk_keeps_the_previous_checkpoint(data, tmp_path):
         shutil.copytree(disk / "run", tmp_path / "moved")
     train(train_config(data, tmp_path / "moved", resume=True, **changes))
     assert weights(tmp_path / "moved") == weights(tmp_path / "whole")
-
-
-def test_output_below_a_file_is_one_sentence(data, tmp_path, capsys):
-    (tmp_path / "file").write_text("mine")
-    for call in calls_on(tmp_path / "file", data, Path("unused")).values():
-        if call[0] == "data":
-            assert main([str(each) for each in call]) == 2
-            assert len(sentences(capsys.readouterr().err)) == 1
-    with pytest.raises(InputError, match=r"cannot be created \(Not a directory\)"):
-        train(train_config(data, tmp_path / "file" / "run"))
