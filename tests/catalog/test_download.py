@@ -166,27 +166,11 @@ def scripted(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
         thread.join()
 
 
-NO_RANGES = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
 WHOLE = b'HTTP/1.1 200 OK\r\nETag: "one"\r\nContent-Length: %d\r\nConnection: close\r\n\r\n'
 REST = (
     b'HTTP/1.1 206 Partial Content\r\nETag: "%s"\r\nContent-Length: %d\r\n'
     b"Content-Range: bytes %d-%d/%d\r\nConnection: close\r\n\r\n"
 )
-
-
-def test_a_broken_download_without_etag_starts_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(download, "_CHUNK", 16)
-    md5 = beir_archive(tmp_path / "nq.zip", "nq")
-    data = (tmp_path / "nq.zip").read_bytes()
-    whole, cache = NO_RANGES % len(data), tmp_path / "cache"
-    with scripted(whole + data[: len(data) // 2], whole + data) as (url, seen):
-        with pytest.raises(InputError, match="cannot be downloaded"):
-            beir_folder("nq", cache, base_url=url, md5=md5)
-        assert not (cache / "nq.zip").exists()
-        assert beir_folder("nq", cache, base_url=url, md5=md5).is_dir()
-    assert b"Range" not in b"".join(seen)
-    assert left(cache) == ["corpus.jsonl", "nq", "qrels", "queries.jsonl", "test.tsv"]
 
 
 @pytest.mark.parametrize("answer", ["rest", "other file", "error", "cut rest"])

@@ -44,17 +44,6 @@ def test_a_changed_set_is_written_anew(name, tmp_path):
     assert open_train_set(name).queries["text"][:] == ["changed"]
 
 
-def test_a_path_that_is_no_name_stays_as_it_is(tmp_path, monkeypatch):
-    assert fetch(tmp_path) == tmp_path
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "scifact").mkdir()
-    assert fetch("scifact") == Path("scifact")
-    for absent in ("./scifact2", "/no/such/place", "train.json"):
-        assert fetch(absent) == Path(absent)
-    with pytest.raises(InputError, match="scifact2: no folder or data set has this name"):
-        fetch("scifact2")
-
-
 @pytest.fixture
 def triplets(tmp_path, name):
     """Columns as sentence-transformers has them, in Parquet."""
@@ -71,18 +60,6 @@ def triplets(tmp_path, name):
     (tmp_path / "triplets").mkdir()
     Dataset.from_dict(rows).to_parquet(tmp_path / "triplets" / "train.parquet")
     return f"hub:{tmp_path / 'triplets'}"
-
-
-def test_a_table_without_named_columns_is_refused_with_the_name_that_reads_it(tmp_path):
-    """It was once said to have "an empty object"."""
-    (tmp_path / "faq.csv").write_text("Frage,question,Antwort\nwo,where,hier\n")
-    with pytest.raises(
-        InputError,
-        match=r"row 1: found fields 'Frage', 'question', 'Antwort'.*\?query=question&pos=COLUMN",
-    ):
-        open_train_set(f"hub:{tmp_path}")
-    found = open_train_set(f"hub:{tmp_path / 'faq.csv'}?query=Frage&pos=Antwort")
-    assert found.queries["text"][:] == ["wo"]
 
 
 def test_an_error_in_a_table_names_the_table_and_the_row(tmp_path):

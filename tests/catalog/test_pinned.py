@@ -15,7 +15,7 @@ from tiny_data import lines, write, write_gzip
 
 from contaccum import evaluate
 from contaccum.catalog import fetch
-from contaccum.catalog.pinned import CORPUS, JUDGED, KNOWN, SURPRISE, Repository, tasks
+from contaccum.catalog.pinned import CORPUS, JUDGED, Repository, tasks
 from contaccum.config import DataConfig
 from contaccum.data.commands import check
 from contaccum.data.dataset import load_training
@@ -187,17 +187,6 @@ def test_a_miracl_language_is_a_beir_folder_of_its_judged_splits(hub, monkeypatc
         open_train_set("miracl/yo")
 
 
-def test_miracl_has_eighteen_languages_and_no_others(hub):
-    assert len(set(KNOWN + SURPRISE)) == 18
-    with pytest.raises(
-        InputError,
-        match="miracl/xx: not a MIRACL language; expected miracl/LANGUAGE with LANGUAGE one of ar, "
-        "bn, de, en, ",
-    ):
-        fetch("miracl/xx")
-    assert not hub.commits
-
-
 Parts = dict[str, dict[str, tuple[str, dict[str, list]]]]
 """By configuration and split the path of a file and its columns."""
 
@@ -367,21 +356,6 @@ def test_configurations_are_chosen_as_mteb_chooses_them(more, passage, query, hu
         assert (found.qrels, found.queries) == ({"q0": {passage: 1}}, {"q0": query})
 
 
-def test_a_subset_has_its_own_judgements_and_the_queries_of_the_only_query(hub):
-    parts: Parts = {
-        name: {"test": (f"{name}.jsonl", judging(name))}
-        for name in ("de-qrels", "de-default", "default")
-    }
-    parts["de-corpus"] = {
-        "test": ("corpus.jsonl", {"_id": ["de-qrels", "x"], "text": ["a fox", "an owl"]})
-    }
-    for name in ("de-queries", "query"):
-        parts[name] = {"test": (f"{name}.jsonl", {"_id": ["q0"], "text": [name]})}
-    card(hub.folder / "mteb" / "MultiLongDocRetrieval", parts)
-    found = open_retrieval_set("mteb/MultiLongDocRetrieval/de", "test")
-    assert (found.qrels, found.queries) == ({"q0": {"de-qrels": 1}}, {"q0": "query"})
-
-
 @pytest.mark.parametrize("ending", [".jsonl.gz", "-00000-of-00001.parquet"])
 def test_examples_of_the_hub_are_read(ending, hub):
     rows = {"query": ["2020-01-01", "b"], "positive": ["2021-01-01", "x"]}
@@ -457,36 +431,3 @@ def test_a_damaged_file_is_named_and_nothing_is_kept(file, damage, sentence, hub
         fetch("mteb/SciFact")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "cache" / "mteb").exists()
-
-
-HEAD = "configs:\n- config_name: {}\n  data_files:"
-
-
-@pytest.mark.parametrize(
-    ("head", "sentence"),
-    [
-        ("license: mit", "mteb/SciFact: configuration 'corpus' not found; available: default"),
-        (
-            "configs: [a: b: c",
-            r"README.md: its metadata cannot be read \(while parsing a flow "
-            r"sequence",
-        ),
-        *(
-            (HEAD.format("corpus") + each, "mteb/SciFact: cannot be loaded from the Hub")
-            for each in (" 5", "\n  - split: ../a\n    path: x.jsonl")
-        ),
-        (HEAD.format("corpus") + "\n" + "  - split: a\n    path: x.jsonl\n" * 2,
-         "Some splits are duplicated"),
-    ],
-)  # fmt: skip
-def test_a_card_in_another_layout_is_refused(head, sentence, hub):
-    rest = (
-        "- config_name: queries\n  data_files: x.jsonl\n- config_name: default\n  data_files: "
-        "x.jsonl\n"
-    )
-    whole = f"{head}\n{rest if head.startswith('configs:' + chr(10)) else ''}"
-    write(hub.folder / "mteb" / "scifact" / "README.md", f"---\n{whole}---\n")
-    write(hub.folder / "mteb" / "scifact" / "x.jsonl", "{}\n")
-    with pytest.raises(InputError, match=sentence) as caught:
-        fetch("mteb/SciFact")
-    assert "\n" not in str(caught.value)

@@ -75,16 +75,6 @@ def test_partition_without_padding(world, seed):
     assert (len(cut), largest(ends)) == min(each for each in tried if each[1] <= budget)
 
 
-def test_one_pair_may_fill_a_micro_batch():
-    queries, passages = np.array([4, 4, 4]), np.array([[96], [5], [6]])
-    assert [part.tolist() for part in partition_by_tokens(queries, passages, 100, world=1)] == [
-        [0],
-        [2, 1],
-    ]
-    with pytest.raises(AssertionError):
-        partition_by_tokens(queries, passages, 99, world=1)
-
-
 def test_a_step_of_65536_pairs_is_partitioned_in_seconds():
     queries, passages = lengths(65536, 0, 0)
     cut = partition_by_tokens(queries, passages, 640, world=1)

@@ -82,21 +82,6 @@ def test_check_reports_statistics_of_examples(tmp_path):
     assert found["other negatives per query"]["max"] == 1
 
 
-def test_check_reports_statistics_of_corpus_queries_and_questions(tmp_path):
-    assert (
-        check(write(tmp_path / "c.tsv", "1\ta b c\tT\n2\td\tT\n"))["words per passage"]["mean"]
-        == 2.0
-    )
-    assert (
-        check(write(tmp_path / "queries.jsonl", lines({"_id": 1, "text": "a b"})))[
-            "words per query"
-        ]["max"]
-        == 2
-    )
-    found = check(write(tmp_path / "qa.csv", "who is it?\t['a', 'b']\n"))
-    assert (found["questions"], found["answers per question"]["max"]) == (1, 2)
-
-
 def test_file_name_or_title_decides_between_corpus_and_queries(tmp_path):
     bare, titled = {"_id": 1, "text": "a b"}, {"_id": 2, "title": "T", "text": "c"}
     for name in ("corpus.jsonl", "corpus.jsonl.gz"):

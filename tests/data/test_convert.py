@@ -57,20 +57,6 @@ def test_conversion_round_trip_keeps_the_content(tmp_path, first, second):
     assert meaning(tmp_path / "a") == meaning(tmp_path / "b") == meaning(tmp_path / "c") == expected
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_converting_twice_to_the_same_format_is_byte_identical(tmp_path, form):
-    convert(beir(tmp_path / "source"), tmp_path / "a", form)
-    convert(tmp_path / "a", tmp_path / "b", form)
-    files = (
-        [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*")]
-        if form == "beir"
-        else ["."]
-    )
-    for name in files:
-        if (tmp_path / "a" / name).is_file():
-            assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
 def test_titles_are_kept_in_formats_with_a_title_field(tmp_path):
     for form in ("dpr", "tevatron"):
         convert(beir(tmp_path / "source"), tmp_path / form, form)

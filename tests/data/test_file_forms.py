@@ -65,24 +65,6 @@ def test_the_hub_form_of_the_message_reads_the_file(record, columns, tmp_path, c
     )
 
 
-def test_fields_without_a_usual_name_are_columns_to_fill_in(tmp_path, capsys):
-    path = write(tmp_path / "x.jsonl", lines({"left": "one", "right": "a"}))
-    assert f'give "hub:{path}?query=COLUMN&pos=COLUMN"' in said_by(
-        capsys, "data", "check", str(path)
-    )
-
-
-@pytest.mark.parametrize("ending", ["csv", "TSV"])
-def test_a_csv_with_a_header_gets_the_form_that_reads_it(ending, tmp_path, capsys):
-    tab = "," if ending.lower() == "csv" else "\t"
-    rows = [("anchor", "positive", "negative", "note"), ("one", "a", "b", "1")]
-    path = write(tmp_path / f"x.{ending}", "".join(tab.join(row) + "\n" for row in rows))
-    name = f"hub:{path}?query=anchor&pos=positive&neg=negative"
-    assert f'give "{name}"' in said_by(capsys, "data", "check", str(path))
-    (example,) = open_dataset(name, "train").examples()
-    assert example.negatives[0].text == "b"
-
-
 @pytest.mark.parametrize("folder", [True, False])
 @pytest.mark.parametrize("name", ["T.CSV", "T.JSONL", "t.csv.gz"])
 def test_endings_in_capitals_and_columns_with_signs_work(folder, name, tmp_path):

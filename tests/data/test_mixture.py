@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import yaml
 from helpers import train_config, weights, write_beir
 from processes import Job, run_jobs
 
-from contaccum.cli import main
-from contaccum.config import DataConfig, MixtureConfig, from_mapping, to_yaml, validate
+from contaccum.config import DataConfig, MixtureConfig, to_yaml, validate
 from contaccum.data.dataset import load_training
-from contaccum.data.sampler import MixtureSampler, StepSampler, make_sampler
+from contaccum.data.sampler import StepSampler, make_sampler
 from contaccum.errors import InputError
 from contaccum.runtime.engine import Engine
 from contaccum.training import parts
@@ -96,19 +94,6 @@ def test_a_step_depends_only_on_seed_and_step(sets):
             assert np.array_equal(one, other)
     _, other = sampler_of(mixed(sets), seed=1)
     assert not np.array_equal(other(0).queries, steps[0].queries)
-
-
-def test_a_past_step_does_not_draw_all_earlier_steps_again(sets, monkeypatch):
-    _, sampler = sampler_of(mixed(sets))
-    steps = [sampler(step) for step in range(301)]
-    drawn, counts = [], MixtureSampler.counts
-    monkeypatch.setattr(
-        MixtureSampler, "counts", lambda own, step: drawn.append(step) or counts(own, step)
-    )
-    for step in (300, 281, 15, 16, 300):
-        for one, other in zip(sampler(step), steps[step], strict=True):
-            assert np.array_equal(one, other)
-    assert len(drawn) < 5 * 20
 
 
 def test_a_sampler_can_be_read_by_two_threads(sets, monkeypatch):
@@ -201,25 +186,6 @@ def test_two_processes_train_a_mixture_like_one(sets, tmp_path):
     losses = {name: [line["loss"] for line in read_log(tmp_path / name)] for name in jobs}
     assert losses["two"] == pytest.approx(losses["one"], rel=1e-4)
     assert losses["other"] != pytest.approx(losses["one"], rel=1e-3)
-
-
-def test_a_mixture_is_read_from_a_config_file(sets, tmp_path, capsys):
-    config = train_config(tmp_path, tmp_path / "run", **{"data.train": "", "optim.max_steps": 1})
-    config.data = mixed(sets, (1.0, 2.0))
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert from_mapping(yaml.safe_load(to_yaml(config))) == config
-    assert main(["train", "--config", str(tmp_path / "config.yaml")]) == 0
-    (tmp_path / "config.yaml").write_text(to_yaml(config).replace("weight: 2.0", "wait: 2.0"))
-    assert (
-        main(
-            [
-                "train", "--config", str(tmp_path / "config.yaml"),
-                "--output_dir", str(tmp_path / "no"),
-            ]
-        )
-        == 2
-    )  # fmt: skip
-    assert "wait" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -39,20 +39,3 @@ def test_data_in_such_a_folder_is_read_and_written(folder, capfdbinary):
     assert {"again.jsonl", "beir", "metrics.json", "run.trec", "mined.jsonl"} <= {
         path.name for path in out.iterdir()
     }
-
-
-@pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_a_cache_of_such_a_name_works_or_is_refused_in_one_sentence(
-    name, tmp_path, monkeypatch, capfdbinary
-):
-    write_beir(tmp_path / "d")
-    cache = tmp_path / os.fsdecode(name)
-    monkeypatch.setenv("CONTACCUM_CACHE", str(cache))
-    code = main(["data", "check", str(tmp_path / "d")])
-    said = capfdbinary.readouterr().err
-    if name == NAMES[0]:
-        assert (code, said.count(b"\n"), cache.exists()) == (2, 1, False)
-        assert b"CONTACCUM_CACHE" in said
-        assert b"must be valid UTF-8" in said
-    else:
-        assert code == 0

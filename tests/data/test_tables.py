@@ -7,11 +7,10 @@ from array import array
 from pathlib import Path
 
 import pytest
-from helpers import load_examples, open_corpus, open_queries, open_retrieval_set
+from helpers import load_examples, open_corpus, open_retrieval_set
 from processes import python
 from tiny_data import beir, context, dpr, lines, write, write_gzip
 
-from contaccum.config import DataPolicy
 from contaccum.data import corpus as corpus_module
 from contaccum.data.corpus import find_rows, repeated_ids
 from contaccum.errors import InputError
@@ -101,14 +100,6 @@ def test_find_rows_searches_all_batches(tmp_path):
     }
 
 
-def test_only_requested_queries_are_read(tmp_path):
-    folder = beir(tmp_path)
-    assert open_queries(folder) == {"q0": "query 0", "q1": "query 1", "q2": "query 2"}
-    assert corpus_module.open_queries(
-        folder / "queries.jsonl", DataPolicy(), {"q2", "q9"}
-    ).texts == {"q2": "query 2"}
-
-
 def test_a_retrieval_set_has_only_judged_queries(tmp_path):
     found = open_retrieval_set(beir(tmp_path, "q2\tp0\t2\nq0\tp1\t1\nq2\tp3\t0\n", "test"))
     assert found.queries == {"q2": "query 2", "q0": "query 0"}
@@ -147,29 +138,12 @@ def test_the_lists_of_a_query_share_no_passage(tmp_path):
     assert [ragged.row(0).tolist() for ragged in lists] == [[0], [1], [2]]
 
 
-def test_repair_of_examples_warns_that_it_has_no_effect(tmp_path):
-    path = write(tmp_path / "t.jsonl", lines(dpr("one?", [context(1)])))
-    with pytest.warns(UserWarning, match="no effect"):
-        open_retrieval_set(path, repair=True)
-
-
 def test_examples_make_a_retrieval_set(tmp_path):
     records = [dpr("one?", [context(1)], [context(3)], [context(4)]), dpr("two?", [context(3)])]
     found = open_retrieval_set(write(tmp_path / "t.json", json.dumps(records)))
     assert found.corpus["id"][:] == ["1", "3", "4"]
     assert found.queries == {"unnamed-query-1": "one?", "unnamed-query-2": "two?"}
     assert found.qrels == {"unnamed-query-1": {"1": 1}, "unnamed-query-2": {"3": 1}}
-
-
-def test_a_record_without_a_positive_is_counted_or_refused_each_time(tmp_path):
-    path = write(
-        tmp_path / "t.jsonl", lines(dpr("one?", [context(1)]), dpr("two?", []), dpr("three?", []))
-    )
-    for _ in range(2):
-        with pytest.warns(UserWarning, match=r"t\.jsonl: 2 queries without a positive"):
-            assert open_retrieval_set(path).queries == {"unnamed-query-1": "one?"}
-    sentence = refusal(load_examples, path, strict=True)
-    assert ":2" in sentence
 
 
 BUILD = """

@@ -447,14 +447,3 @@ def test_wrong_lora_settings_are_refused(changes, sentence, tmp_path):
     with pytest.raises(InputError) as error:
         validate(settings(tmp_path, **changes))
     assert sentence in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"lora.alpha": 3.0}, "lora.alpha has no effect with lora.rank 0"),
-    ],
-)
-def test_unused_lora_settings_warn(changes, sentence, tmp_path):
-    with pytest.warns(UserWarning, match=sentence):
-        validate(settings(tmp_path, **changes))

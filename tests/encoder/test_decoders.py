@@ -135,12 +135,3 @@ def test_padding_side_does_not_change_vectors(folder):
         )
         # the control
         assert np.abs(encoder.embed(tower, blind).detach().numpy() - alone).max() > 1e-2
-
-
-@pytest.mark.parametrize(
-    ("family", "sees"), [("qwen3", False), ("mistral", False), ("llama", False), ("bert", True)]
-)
-def test_decoders_are_causal(family, sees, tmp_path):
-    encoder = DualEncoder.load(family_folder(family, tmp_path / "plain"), pooling="cls", **SIZE)
-    one, other = encoder.encode_queries(["the red fox", "the blue whale"])
-    assert (np.abs(one - other).max() > 1e-3) == sees

@@ -272,17 +272,6 @@ def test_half_precision_weights_load_as_float32(tmp_path):
     )
 
 
-def test_batch_size_does_not_change_vectors_or_order():
-    encoder = words_encoder()
-    # every text is longer, so each passes alone
-    one = encoder.encode_passages(TEXTS, batch_tokens=1)
-    np.testing.assert_allclose(encoder.encode_passages(TEXTS, batch_tokens=20), one, atol=1e-6)
-    assert one.dtype == np.float32
-    assert encoder.encode_queries([]).shape == (0, 32)
-    assert encoder.train().encode_queries(TEXTS).shape == (5, 32)
-    assert encoder.training
-
-
 def test_wrong_folders_and_settings_are_refused(tmp_path):
     words_encoder().save(tmp_path / "narrow")
     with pytest.raises(InputError, match="no such folder"):

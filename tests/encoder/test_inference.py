@@ -87,14 +87,3 @@ def test_vectors_are_read_after_their_copy_has_finished():
     assert not vectors.any()
     dual._store(vectors, np.array([3, 1]), copied_to, event)
     assert vectors[:, 0].tolist() == [0.0, 7.0, 0.0, 7.0]
-
-
-@pytest.mark.parametrize("texts", [1, 9])
-def test_each_text_gets_its_own_vector_with_batches_of_one_text(texts):
-    """Every batch is stored one batch later, the last one after the loop."""
-    encoder = words_encoder()
-    words = TEXTS[:texts]
-    found = encoder.encode_queries(words, batch_tokens=1)
-    np.testing.assert_allclose(
-        found, [encoder.encode_queries([word])[0] for word in words], atol=1e-5
-    )

@@ -9,7 +9,6 @@ from helpers import train_config, write_beir
 from tiny_families import family_folder
 
 from contaccum import DualEncoder, train
-from contaccum.cli import main
 from contaccum.encoder import model_folder
 from contaccum.errors import InputError
 
@@ -21,37 +20,6 @@ def trained(tmp_path_factory) -> tuple[Path, Path]:
     data = write_beir(folder / "data")
     train(train_config(data, folder / "run", **{"optim.max_steps": 2}))
     return data, folder / "run"
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "evaluate --model {run} --data {data} --output {out}/metrics.json",
-        "encode --model {run} --kind passage --input {data}/corpus.jsonl --output {out}/shards",
-        "search --model {run} --data {data} --output {out}/run.trec",
-        "mine --model {run} --data {data} --split train --output {out}/mined.jsonl",
-        "train --model.name {run} --data.train {data} --output_dir {out}/again --method in_batch "
-        "--optim.max_steps 1 --batch.global_batch_size 4 --batch.micro_batch_size 4 "
-        "--model.max_query_length 8 --model.max_passage_length 8",
-        "push {run} somebody/name --dry_run",
-    ],
-)
-def test_commands_accept_a_run_as_its_model(command, trained, tmp_path, capsys):
-    data, run = trained
-    outputs = []
-    for name in (run, run / "model"):
-        out = tmp_path / name.name
-        out.mkdir()
-        assert main(command.format(run=name, data=data, out=out).split()) == 0, (
-            capsys.readouterr().err
-        )
-        outputs.append(
-            {
-                file.relative_to(out): file.read_bytes()
-                for file in out.rglob("*.npy" if "shards" in command else "*.trec")
-            }
-        )
-    assert outputs[0] == outputs[1]
 
 
 def test_a_run_is_loaded_as_its_model(trained, tmp_path):

@@ -4,10 +4,9 @@ import os
 import stat
 
 import pytest
-from helpers import train_config, write_beir
 from tiny_families import family_folder
 
-from contaccum import DualEncoder, train
+from contaccum import DualEncoder
 from contaccum.config import AdapterConfig
 from contaccum.encoder import Adapters
 
@@ -33,10 +32,3 @@ def test_models_follow_the_umask(umask, tmp_path):
     )
     for name in ("tied", "two", "adapter"):
         assert modes(tmp_path / name) == {oct(0o666 & ~umask)}, name
-
-
-def test_runs_follow_the_umask(umask, tmp_path):
-    data = write_beir(tmp_path / "data")
-    train(train_config(data, tmp_path / "run", **{"optim.max_steps": 2, "run.save_steps": 1}))
-    assert list((tmp_path / "run" / "checkpoints").glob("*/*.safetensors"))
-    assert modes(tmp_path / "run") == {oct(0o666 & ~umask)}

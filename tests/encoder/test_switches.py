@@ -97,16 +97,6 @@ def test_attention_with_dropout_equals_its_formula_with_the_same_bytes(hidden, m
     assert (plain - found).abs().max() > DIFFERENT
 
 
-def test_every_byte_together_gives_the_attention_without_dropout(monkeypatch):
-    """So the expected output is exact: each byte value is equally likely."""
-    drawn = torch.arange(256, dtype=torch.uint8).view(256, 1, 1, 1)
-    monkeypatch.setattr(kernels, "random_bytes", lambda shape: drawn)
-    query, key, value = (torch.randn(256, 1, 1, 8, dtype=torch.float64) for _ in range(3))
-    value[:] = value[0]
-    found = kernels.attention_with_dropout(query, key, value, 0.1, None)
-    torch.testing.assert_close(found.mean(0), value[0])
-
-
 def test_random_bytes_are_uniform_and_repeat_with_the_seed():
     torch.manual_seed(0)
     drawn = kernels.random_bytes(torch.Size((3, 11, 4096)))
@@ -268,27 +258,6 @@ def test_ready_masks_give_equal_vectors(family):
     )
     torch.testing.assert_close(ready[mask > 0], plain[mask > 0], atol=1e-6, rtol=0)
     assert (none[mask > 0] - plain[mask > 0]).abs().max() > DIFFERENT
-
-
-def test_lengths_are_rounded_on_a_gpu():
-    tower = family_encoder("bert").query_tower  # at most 20 tokens
-    lengths = []
-    tower.backbone.register_forward_pre_hook(
-        lambda module, args, named: lengths.append(named["input_ids"].shape[1]), with_kwargs=True
-    )
-
-    def made(length: int, padded: bool = True) -> Tokens:
-        mask = torch.ones(2, length, dtype=torch.long)
-        mask[1, -1] = int(not padded)
-        return Tokens(torch.full((2, length), 7), mask)
-
-    vectors = tower.eval()(made(13))
-    tower(made(13).to(torch.device("cpu")))
-    tower.to("meta")
-    for tokens in (made(13), made(16), made(18), made(13, padded=False)):
-        tower(gpu_like(tokens))
-    assert vectors.shape == (2, 32)
-    assert lengths == [13, 13, 16, 16, 20, 13]
 
 
 @pytest.mark.parametrize("tie", [False, True])

@@ -22,7 +22,6 @@ from tiny_families import TEXTS, family_folder
 from transformers import AutoConfig, AutoTokenizer
 
 from contaccum import DualEncoder, train
-from contaccum.cli import main
 from contaccum.encoder.folders import family_settings
 from contaccum.errors import InputError
 
@@ -101,27 +100,6 @@ def test_prompts_of_a_sentence_transformers_folder_are_counted(bert, tmp_path):
         DualEncoder.load(tmp_path / "10")
 
 
-LONG = "'" + "the " * 62 + "'"
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "evaluate --model {model} --data {data} --output {out}/metrics.json",
-        "mine --model {model} --data {data} --split train --output {out}/mined.jsonl",
-    ],
-)
-def test_every_command_refuses_a_prefix_that_leaves_no_token(command, tmp_path, capsys):
-    data = write_beir(tmp_path / "data")
-    model = family_folder("bert", tmp_path / "model", positions=64)
-    out = tmp_path / "out"
-    out.mkdir()
-    arguments = command.format(model=model, data=data, out=out).split()
-    assert main([*arguments, "--query_prefix", "the " * 62]) == 2
-    assert "query_prefix takes 64 tokens" in capsys.readouterr().err
-    assert list(out.iterdir()) == []
-
-
 @pytest.mark.parametrize("prefix", ["model", "mixture"])
 def test_training_refuses_a_prefix_that_leaves_no_token(prefix, bert, tmp_path):
     data = write_beir(tmp_path / "data")
@@ -158,17 +136,6 @@ def test_training_refuses_a_prefix_that_leaves_no_token(prefix, bert, tmp_path):
 )
 def test_a_cached_copy_has_the_settings_of_its_family(name):
     assert family_settings(name) == family_settings("intfloat/e5-base-v2") != {}
-
-
-@pytest.mark.parametrize(
-    ("name", "published"),
-    [
-        ("models--facebook--contriever/snapshots/abc", "facebook/contriever"),
-        ("modelscope/hub/BAAI/bge-large-zh-v1___5", "BAAI/bge-large-zh-v1.5"),
-    ],
-)
-def test_other_families_in_caches(name, published):
-    assert family_settings(name) == family_settings(published) != {}
 
 
 @pytest.mark.parametrize(
@@ -283,18 +250,6 @@ def test_attention_of_config_json_falls_back(key, family, asked, used, tmp_path)
         )
 
 
-def test_the_attention_option_of_training_wins(tmp_path):
-    data = write_beir(tmp_path / "data")
-    folder = family_folder("bert", tmp_path / "bert")
-    change_json(folder / "config.json", _attn_implementation="flash_attention_2")
-    settings = {"model.name": str(folder), "optim.max_steps": 1, "model.max_query_length": 12,
-        "model.max_passage_length": 24}  # fmt: skip
-    for option, count in (("auto", 1), ("sdpa", 0), ("eager", 0)):
-        config = train_config(data, tmp_path / option, **settings, **{"model.attention": option})
-        # both towers have the same base
-        assert len(warned(lambda config=config: train(config), "config.json asks")) == count
-
-
 # models that are no encoders of single texts
 
 CLASSIFIERS = [
@@ -335,14 +290,6 @@ def test_heads_of_pretraining_are_dropped(class_name, bert, tmp_path):
     """Negative control."""
     folder = model_folder(class_name, bert, tmp_path / "model")
     assert DualEncoder.load(folder, **SIZE).dim == 32
-
-
-def test_the_encoder_inside_a_classifier_can_be_saved_for_training(bert, tmp_path):
-    """As the error says."""
-    folder = model_folder("BertForSequenceClassification", bert, tmp_path / "model")
-    transformers.AutoModel.from_pretrained(folder).save_pretrained(tmp_path / "encoder")
-    AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path / "encoder")
-    assert DualEncoder.load(tmp_path / "encoder", **SIZE).dim == 32
 
 
 @pytest.mark.parametrize(
@@ -449,19 +396,6 @@ def test_models_whose_vectors_depend_on_padding_warn(family, bert, tmp_path):
     assert (np.abs(alone - together).max() > 1e-5) == (own is not None)
     if found:
         assert f"model type {family}" in found[0]
-
-
-def test_the_padding_check_sees_each_tower_and_precision(bert, tmp_path):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 150, "pad_token_id": 0}
-    funnel = transformers.FunnelModel(transformers.FunnelConfig(**sizes, **PADDED["funnel"]))
-    funnel.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert warned(lambda dtype=dtype: DualEncoder.load(bert, **SIZE, dtype=dtype)) == []
-        options = {**SIZE, "passage_name": tmp_path, "dtype": dtype}
-        (message,) = warned(lambda options=options: DualEncoder.load(bert, **options))
-        assert message.startswith(f"{tmp_path}: padding changes the vectors")
 
 
 @pytest.mark.parametrize("pooling", ["cls", "last"])

@@ -151,27 +151,6 @@ def test_another_evaluator_is_another_benchmark(tmp_path, monkeypatch):
         evaluate_benchmark(**call, evaluator=second)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{"mean": {"ndcg@10": "high"}}', "Expected `float`, got `str` - at `$.mean[...]`"),
-    ],
-)
-def test_a_part_that_no_evaluation_wrote_is_refused(text, said, tmp_path, capsys):
-    folders = [str(write_beir(tmp_path / name, 12)) for name in ("one", "two")]
-    call = [
-        "evaluate", "--model", "bm25", "--data", ",".join(folders),
-        "--output", str(tmp_path / "out"),
-    ]  # fmt: skip
-    assert main(call) == 0
-    part = next((tmp_path / "out").glob("*one.json"))
-    part.write_text(text)
-    capsys.readouterr()
-    assert main(call) == 2
-    assert f"contaccum: {part}: {said}\n" in capsys.readouterr().err
-    assert part.read_text() == text
-
-
 def test_beir_is_fifteen_sets_of_which_one_has_twelve_forums(capsys):
     for number, name in enumerate(BEIR):
         for inner in [f"{name}/{forum}" for forum in FORUMS] if name == "cqadupstack" else [name]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import pytrec_eval
 from tiny_data import lines, write
 from word_encoder import WordEncoder
 
@@ -91,34 +90,6 @@ def test_one_warning_gives_the_number(way, tmp_path):
     with warnings.catch_warnings():  # negative control
         warnings.filterwarnings("error", "judgements name")
         WAYS[way](folder(tmp_path / "whole", "q1\td1\t1\nq2\td2\t1\n"), tmp_path)
-
-
-def test_metrics_are_pytrec_evals_over_all_judgements(tmp_path):
-    random = np.random.default_rng(0)
-    words = [f"word{n}" for n in range(12)]
-    texts = {f"p{n}": " ".join(random.choice(words, 6)) for n in range(60)}
-    kept = {key: text for key, text in texts.items() if random.random() < 0.6}
-    queries = {f"q{n}": " ".join(random.choice(words, 2)) for n in range(20)}
-    qrels = {
-        query: {f"p{n}": int(random.integers(0, 4)) for n in random.choice(60, 8, replace=False)}
-        for query in queries
-    }
-    data = tmp_path / "d"
-    write(data / "corpus.jsonl", lines(*({"_id": k, "text": t} for k, t in kept.items())))
-    write(data / "queries.jsonl", lines(*({"_id": k, "text": t} for k, t in queries.items())))
-    rows = [f"{q}\t{p}\t{grade}\n" for q, grades in qrels.items() for p, grade in grades.items()]
-    write(data / "qrels" / "test.tsv", "".join(rows))
-    run = search("bm25", data)
-    measures = {"ndcg_cut.10", "recall.100", "map_cut.100"}
-    reference = pytrec_eval.RelevanceEvaluator(qrels, measures).evaluate(
-        {query: dict(hits) for query, hits in run.items()}
-    )
-    ours = evaluate("bm25", data)["per_query"]
-    assert ours.keys() == reference.keys()
-    for query, values in reference.items():
-        assert ours[query]["ndcg@10"] == values["ndcg_cut_10"]
-        assert ours[query]["recall@100"] == values["recall_100"]
-        assert ours[query]["map@100"] == values["map_cut_100"]
 
 
 def test_judgements_of_another_corpus_are_refused(tmp_path):

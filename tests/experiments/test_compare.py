@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -115,9 +114,7 @@ def test_finished_comparison_runs_nothing_again(study_folder, capsys):
     ("file", "before", "after", "kind"),
     [
         ("qrels/test.tsv", "\t1\n", "\t2\n", "test"),
-        ("corpus.jsonl", 'lives in valley 1"', 'slept in valley 1"', "test"),
         ("qrels/train.tsv", "\t1\n", "\t1\nq0\tp9\t1\n", "train"),
-        ("qrels/dev.tsv", "\t1\n", "\t2\n", "dev"),
     ],
 )
 def test_edited_data_is_noticed(file, before, after, kind, study_folder, capsys):
@@ -206,44 +203,20 @@ def test_settings_are_compared_again_after_waiting_for_another_call(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--methods", "grad_acum"], "--methods: 'grad_acum' is unknown"),
         (["--vary", "bank.sise=1,2"], "--vary: 'bank.sise=1,2'"),
         (["--vary", "run.save_steps=1,2"], "is not a setting that changes the trained model"),
-        (["--vary", "bank.size="], "expected GROUP.FIELD=v1,v2"),
         (
             ["--vary", "bank.size=16,many"],
             "cont_accum-size=many: bank.size is 'many', expected a whole number",
         ),
-        (["--vary", "bank.size=2"], "cont_accum-size=2: bank.size is 2, but"),
         (["--vary", "optim.learning_rate=1e-3,0.001"], "equal settings; remove one of them"),
-        (["--tune", "optim.learning_rate=1e-3,0.001"], "equal settings; remove one of them"),
-        (["--data.train", "./absent", "--test", FILE], "absent: no such"),
-        (["--data.dev", "./absent"], "absent: no such"),
-        (["--seeds", 0], "--seeds is 0, expected at least 1"),
-        (["--budget", "12"], "--budget is '12'; it must be a number above 0"),
         (["--budget", "40f"], "one step of cont_accum costs"),
         (["--budget", "96f", "--optim.warmup_steps", 2], "Use optim.warmup_ratio"),
-        (["--rungs", 0], "--rungs is 0"),
         (["--tune", "bank.size=2,3"], "no combination of the tuned values is valid"),
         (["--tune", "bank.size=16", "--tune", "bank.size=24"], "each setting only once"),
-        (["--settings", "absent.yaml"], "absent.yaml: cannot be read"),
-        (
-            ["--settings", FILE, "--methods", "grad_accum"],
-            "cannot be used with --methods or --vary",
-        ),
-        (["--baselines", "bm26"], "--baselines: 'bm26' is unknown"),
         (["--against", "in_batch"], "--against is 'in_batch'; choose from cont_accum"),
-        (["--test_split", "final"], "final"),
-        (
-            ["--tune", "optim.learning_rate=1e-3", "--vary", "optim.learning_rate=1e-3"],
-            "set by both --vary and --tune",
-        ),
         (
             ["--tune", "optim.learning_rate=1e-3,2e-3", "--test_split", "dev"],
-            "data.dev is the test data",
-        ),
-        (
-            ["--tune", "optim.learning_rate=1e-3,2e-3", "--data.dev", FILE, "--test", FILE],
             "data.dev is the test data",
         ),
         (
@@ -281,8 +254,8 @@ def test_killed_comparison_continues_with_the_missing_runs(study_folder, tmp_pat
     runs."""
     study = tmp_path / "study"
     long = [
-        "--seeds", "2", "--baselines", "none", "--optim.max_steps", "30", "--run.save_steps", "2",
-        "--data.dev", "null",
+        "--seeds", "2", "--baselines", "none", "--methods", "grad_accum", "--data.dev", "null",
+        "--optim.max_steps", "20", "--run.save_steps", "2",
     ]  # fmt: skip
     long += ["--run.eval_steps", "0"]
     first = subprocess.Popen(
@@ -302,15 +275,11 @@ def test_killed_comparison_continues_with_the_missing_runs(study_folder, tmp_pat
         [*command(study_folder, study), *long], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"\[\d/3\] (\S+): done", done.stderr) == [
-        "grad_accum-seed1",
-        "cont_accum-seed0",
-        "cont_accum-seed1",
-    ]
+    assert re.findall(r"\[\d/1\] (\S+): done", done.stderr) == ["grad_accum-seed1"]
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
     assert "resuming at step" in (study / "jobs" / "grad_accum-seed1.log").read_text()
-    assert [line["step"] for line in read_log(second)] == list(range(1, 31))
-    assert len({json.dumps(weights(study / "runs" / name)) for name in folders(study)}) == 4
+    assert [line["step"] for line in read_log(second)] == list(range(1, 21))
+    assert len({json.dumps(weights(study / "runs" / name)) for name in folders(study)}) == 2
 
 
 @pytest.mark.acceptance
@@ -337,12 +306,11 @@ def test_learning_rate_is_chosen_on_dev_and_never_on_test(study_folder, tmp_path
     study = tmp_path / "study"
     rates = ["--tune", "optim.learning_rate=1e-9,3e-3"]
     arguments = [
-        "--methods", "grad_accum,cont_accum", "--seeds", 2, "--baselines", "none",
-        "--output_dir", study,
+        "--methods", "cont_accum", "--seeds", 2, "--baselines", "none", "--output_dir", study,
     ]  # fmt: skip
     code, said = call(capsys, study_folder, *arguments, *rates, "--optim.max_steps", 12)
     assert code == 0, said
-    for method in ("grad_accum", "cont_accum"):
+    for method in ("cont_accum",):
         scores = {
             rate: read_json(study / "runs" / f"{method}-learning_rate={rate}-seed0" / "tuned.json")[
                 "score"
@@ -503,7 +471,6 @@ def test_launch_in_several_processes_is_refused(study_folder, tmp_path, capsys, 
         "a: {method: cont_accum, tune: [{bank.warmup_steps: 1}, {optim.warmup_steps: 1}]}",
         "a: {method: cont_accum, bank.size: 16, tune: [{optim.learning_rate: 0.1}]}\n"
         "a-learning_rate=0.1: {method: cont_accum, bank.size: 24}",
-        "a b: {method: cont_accum, bank.size: 16}\na_b: {method: cont_accum, bank.size: 24}",
     ],
 )
 def test_different_runs_with_one_folder_are_refused(study_folder, tmp_path, capsys, text):
@@ -591,23 +558,6 @@ def test_report_figures_equal_those_in_the_run_files(study_folder):
     ]  # fmt: skip
 
 
-class Page(HTMLParser):
-    """Ids, addresses and open elements of a page."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ids, self.addresses, self.tags = [], [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.ids += [value for name, value in attrs if name == "id"]
-        self.addresses += [
-            value
-            for name, value in attrs
-            if name in ("src", "href", "xlink:href", "data", "action")
-        ]
-
-
 def test_summary_lists_the_tested_differences_best_first(study_folder):
     """The table that the command prints last, and the page's path."""
     table, page = (study_folder / "stdout").read_text().rstrip("\n").split("\n\n")
@@ -631,20 +581,6 @@ def test_summary_lists_the_tested_differences_best_first(study_folder):
             assert low <= float(row[2]) <= high
 
 
-def test_page_is_self_contained(study_folder):
-    text = (study_folder / "study" / "report.html").read_text()
-    page = Page()
-    page.feed(text)
-    assert page.tags.count("svg") == page.tags.count("figcaption") == 6
-    assert len(page.ids) == len(set(page.ids))
-    assert all(address.startswith("#") and address[1:] in page.ids for address in page.addresses)
-    assert not {"script", "link", "iframe", "img", "object"} & set(page.tags)
-    assert "prefers-color-scheme: dark" in text
-    assert "currentColor" in text
-    assert "#0a0b0c" not in text
-    assert re.search(r"url\((?!#)", text) is None
-
-
 def test_page_escapes_names(study_folder, tmp_path, capsys):
     """A folder name that looks like HTML is shown as text."""
     run = tmp_path / "<b>bold&amp;"
@@ -657,31 +593,3 @@ def test_page_escapes_names(study_folder, tmp_path, capsys):
     assert main(["report", str(run), str(other), "--html", str(page)]) == 0
     assert "<b>" not in page.read_text()
     assert "&lt;b&gt;bold&amp;amp;" in page.read_text()
-
-
-def test_report_tests_runs_against_a_reference_run(study_folder, tmp_path, capsys):
-    runs = [str(path) for path in sorted((study_folder / "study" / "runs").iterdir())]
-    bm25 = str(study_folder / "study" / "runs" / "bm25")
-    assert main(["report", *runs, "--against", bm25]) == 0
-    out = capsys.readouterr().out
-    tested = [
-        [cell.strip() for cell in line.strip("| ").split("|")]
-        for line in out.split("\n\n")[1].splitlines()
-    ]
-    assert tested[0][:3] == ["run", "against", "difference"]
-    assert [row[:2] for row in tested[2:]] == [
-        [label, "bm25"]
-        for label in (
-            "cont_accum-size=16-seed0",
-            "cont_accum-size=24-seed0",
-            "grad_accum-seed0",
-            "untrained",
-        )
-    ]
-    means = {run: read_json(Path(run) / "metrics.json")["mean"]["ndcg@10"] for run in runs}
-    plain = next(value for run, value in means.items() if "size=16" in run) - means[bm25]
-    assert float(tested[2][2]) == pytest.approx(plain, abs=5e-5)
-    files = [str(Path(run) / "metrics.json") for run in runs[:2]]
-    assert main(["report", *files, "--against", files[1]]) == 0
-    assert main(["report", *runs, "--against", str(tmp_path)]) == 2
-    assert "it must be one of the runs" in capsys.readouterr().err

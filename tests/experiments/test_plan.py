@@ -2,10 +2,8 @@
 
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +14,9 @@ from processes import small_disk
 
 from contaccum.batch import RowIds
 from contaccum.cli import main
-from contaccum.config import TrainConfig, from_mapping, parse_bytes
-from contaccum.experiments.measure import Measurement, Probe, measure_micro_batch
-from contaccum.experiments.plan import render
+from contaccum.config import from_mapping
+from contaccum.experiments.measure import Probe, measure_micro_batch
 from contaccum.experiments.sizes import largest, largest_bank, largest_micro_batch, predict
-from contaccum.runtime.units import duration, gigabytes
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
@@ -92,49 +88,9 @@ def test_sizes_that_run_out_of_memory_on_a_gpu_with_the_budget_do_not_fit(tmp_pa
     assert largest_bank(probe, 64, 4, 2301) > 1_000_000
 
 
-def test_a_bank_is_found_if_the_largest_measured_one_needs_no_more_memory():
-    """With vectors of 32 numbers, the second and the third bank have nearly the same size, and
-    measurements have noise."""
-    peaks = {64: 100e6, 250_064: 164e6, 262_144: 163.9e6}
-    probe = SimpleNamespace(
-        encoder=SimpleNamespace(dim=32),
-        peak=lambda size, rows, budget=0: peaks.get(rows),
-        usable=lambda: math.inf,
-    )
-    assert largest_bank(probe, 64, 4, 1e9) > 1_000_000
-
-
 def test_no_size_fits_below_the_smallest_peak():
     assert largest({2: 100.0, 4: 200.0}, [1, 2, 4], 10.0, curve) == (None, 0.0)
     assert largest({2: 100.0, 4: 200.0}, [64], 300.0, curve) == (None, 0.0)
-
-
-def test_gpu_context_is_reported_with_the_budget_that_training_needs():
-    config = TrainConfig(method="cont_accum", output_dir="run")
-    found = Measurement(8, 3e9, 0.01, 1000, 500_000_000, 0.5, 1000, "fp32, without padding")
-    assert found.epoch(250) == pytest.approx(4 * 0.5)
-    shown = render({"cont_accum": found}, config, 4_000_000_000)
-    (found_budget,) = re.findall(r"set run\.memory_budget to (\w+)\.", shown)
-    assert parse_bytes(found_budget) == 3_500_000_000
-    assert "expandable_segments:True" in shown
-    assert "cont_accum trains in fp32, without padding." in shown
-    assert "memory_budget" not in render(
-        {"cont_accum": replace(found, context=0)}, config, 4_000_000_000
-    )
-    shown = render({"cont_accum": found}, config, 400_000_000)  # no run.memory_budget is left
-    assert "memory_budget" not in shown
-    assert "other programs on this GPU use 0.50 GB, so no size fits" in shown
-
-
-def test_durations_and_sizes_are_readable():
-    assert [duration(s) for s in (0.25, 59, 61, 3661, 90000)] == [
-        "0.25 s",
-        "59 s",
-        "1 min 1 s",
-        "1 h 1 min",
-        "1 d 1 h",
-    ]
-    assert gigabytes(1.5e9) == "1.50 GB"
 
 
 DEMO = [

@@ -101,27 +101,6 @@ def test_disjoint_splits_share_no_passage_and_no_title(tmp_path, monkeypatch):
     assert titles["train"] & titles["test"]
 
 
-def test_reduced_set_of_dpr_files_has_their_questions(tmp_path, monkeypatch):
-    rows = [f"{n}\tthe text of {n}\ttitle {n}" for n in range(1, 9)]
-    (tmp_path / "psgs_w100.tsv").write_text("\n".join(["id\ttext\ttitle", *rows]) + "\n")
-    for part, numbers in (("train", range(1, 7)), ("dev", (7, 8))):
-        asked = [
-            {"question": f"what is {n}", "positive_ctxs": [{"passage_id": n}]} for n in numbers
-        ]
-        (tmp_path / f"xquad-{part}.json").write_text(json.dumps(asked))
-    call(monkeypatch, cut.main, tmp_path, tmp_path / "small", "--held_out", 2)
-    assert lines(tmp_path / "small" / "test" / "qrels" / "test.tsv")[1:] == [
-        "test0\t7\t1",
-        "test1\t8\t1",
-    ]
-    assert (
-        json.loads(lines(tmp_path / "small" / "test" / "queries.jsonl")[1])["text"] == "what is 8"
-    )
-    assert [
-        len(lines(tmp_path / "small" / s / "qrels" / f"{s}.tsv")) - 1 for s in ("train", "dev")
-    ] == [4, 2]
-
-
 @pytest.mark.parametrize(
     ("name", "budget"),
     [
@@ -166,7 +145,7 @@ def test_packed_runs_of_a_comparison_can_be_read_again(data, tmp_path, monkeypat
         **splits,
         "--test": data / "test",
         "--methods": "grad_cache,cont_accum",
-        "--seeds": 2,
+        "--seeds": 1,
         "--output_dir": tmp_path / "runs" / "small",
         "--baselines": "none",
         "--optim.max_steps": 3,
@@ -179,7 +158,7 @@ def test_packed_runs_of_a_comparison_can_be_read_again(data, tmp_path, monkeypat
     assert cli(["compare", *(str(part) for option in options.items() for part in option)]) == 0
     call(monkeypatch, pack.main, tmp_path / "runs", tmp_path / "study.jsonl.gz")
     runs = tables.read_pack(tmp_path / "study.jsonl.gz")["small"]
-    assert [run.config["method"] for run in runs] == ["cont_accum"] * 2 + ["grad_cache"] * 2
+    assert [run.config["method"] for run in runs] == ["cont_accum", "grad_cache"]
     for run in runs:
         per_query = [values["ndcg@10"] for values in run.metrics["per_query"].values()]
         assert sum(per_query) / len(per_query) == pytest.approx(run.score("ndcg@10"), abs=1e-4)

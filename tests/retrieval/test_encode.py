@@ -15,7 +15,6 @@ from datasets import Dataset
 from word_encoder import WordEncoder
 
 from contaccum.errors import InputError
-from contaccum.retrieval import encode as encode_module
 from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts
 from contaccum.retrieval.shards import ShardFolder
 from contaccum.runtime.files import read_json, sha256_of, write_json
@@ -91,29 +90,6 @@ def test_parquet_without_texts_is_another_job_and_finished_shards_are_kept(tmp_p
         encode_texts(WordEncoder(), passages(), tmp_path / "e", **form, text=True)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"PAR1 and no more", "not a Parquet file"),
-        (
-            pa.table({"id": [1], "embedding": [[1.0]]}),
-            "has 1 rows with the columns .* expected 10 rows with the columns id",
-        ),
-    ],
-)
-def test_a_parquet_file_of_other_content_is_refused(tmp_path, content, words):
-    """Also where the records name its hash."""
-    encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10, format="parquet")
-    path = tmp_path / "e" / "00001.parquet"
-    path.write_bytes(content) if isinstance(content, bytes) else pq.write_table(content, path)
-    manifest = read_json(tmp_path / "e" / "manifest.json")
-    record = manifest["shards"][1]
-    record["bytes"]["vectors"], record["sha256"]["vectors"] = path.stat().st_size, sha256_of(path)
-    write_json(tmp_path / "e" / "manifest.json", manifest)
-    with pytest.raises(InputError, match=words):
-        ShardFolder(tmp_path / "e")[1]
-
-
 def test_half_precision_is_float32_rounded_once(tmp_path):
     encode_texts(WordEncoder(), passages(), tmp_path / "e", dtype="float16")
     _, vectors = all_rows(ShardFolder(tmp_path / "e"))
@@ -121,16 +97,6 @@ def test_half_precision_is_float32_rounded_once(tmp_path):
     np.testing.assert_array_equal(
         vectors, encode_in_memory(WordEncoder(), passages()).vectors.astype(np.float16)
     )
-
-
-def test_three_processes_write_what_one_writes(tmp_path):
-    encode_texts(WordEncoder(), passages(), tmp_path / "one", shard_size=4)
-    finished = [
-        encode_texts(WordEncoder(), passages(), tmp_path / "three", Processes(r, 3), shard_size=4)
-        for r in (2, 0, 1)
-    ]
-    assert finished == [False, False, True]
-    assert bytes_of(tmp_path / "three") == bytes_of(tmp_path / "one")
 
 
 def test_another_number_of_processes_makes_only_what_is_missing(tmp_path):
@@ -372,26 +338,6 @@ def test_a_disk_that_cannot_be_written_stops_the_encoding(tmp_path):
     with pytest.raises(InputError, match=r"00000\.npy: cannot be written"):
         encode_texts(encoder, passages(), tmp_path / "e", shard_size=5)
     assert encoder.seen == 10  # the second shard was under way when the first one failed
-
-
-@pytest.mark.parametrize(("least", "rows", "spoken"), [(0.0, 1600, True), (0.0, 1599, False)])
-def test_a_long_job_announces_itself_once_on_stderr(
-    tmp_path, capsys, monkeypatch, least, rows, spoken
-):
-    monkeypatch.setattr(encode_module, "ESTIMATE_SECONDS", least)
-    encoder = WordEncoder()
-    encode_texts(encoder, passages(rows), tmp_path / "e", dtype="float16")
-    out, err = capsys.readouterr()
-    said = [line for line in err.splitlines() if line.startswith("contaccum: ")]
-    assert out == ""
-    assert len(said) == spoken
-    assert all(
-        line.startswith("contaccum: 1,600 texts at ") and line.endswith(", 0 MB of vectors")
-        for line in said
-    )
-    assert encoder.seen == rows + (33 if rows == 1600 else 0)
-    encode_texts(encoder, passages(rows), tmp_path / "e", dtype="float16")
-    assert capsys.readouterr().err.count("contaccum: ") == 0  # nothing is left to do
 
 
 def test_the_same_large_value_fits_float32(tmp_path):

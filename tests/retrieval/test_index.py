@@ -51,14 +51,6 @@ def test_a_saved_index_answers_as_before(tmp_path, factory):
     assert search_index(loaded) == search_index(built)
 
 
-def test_a_flat_index_finds_what_streaming_finds():
-    indexed = search_index(Index.build(shards()))
-    streamed = search(NAMES, QUERIES, shards(), 10)
-    assert [[key for key, _ in hits] for hits in indexed.values()] == [
-        [key for key, _ in h] for h in streamed.values()
-    ]
-
-
 @pytest.mark.parametrize("fault", ["flipped", "gone"])
 def test_a_damaged_index_is_refused_before_faiss_reads_it(tmp_path, fault, monkeypatch):
     Index.build(shards()).save(tmp_path / "index")

@@ -413,19 +413,6 @@ def test_of_a_corpus_beside_the_data_alone_is_mined_and_positives_that_it_lacks_
     )
 
 
-def test_positives_of_a_query_that_stands_in_several_records_are_nobodys_negatives(tmp_path):
-    rows = [("where is the fox", "a fox sleeps", "p0"), ("where is the owl", "an owl sleeps", "p1")]
-    rows += [("where is the fox", "the fox is there", "p2")]
-    lines = [
-        {"query": query, "pos": [text], "pos_id": [key], "neg": []} for query, text, key in rows
-    ]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    queries = MiningQueries(open_examples(tmp_path / "data.jsonl"))
-    found = mined(queries, dense(queries), tmp_path, num_negatives=3, range_max=3)
-    assert [sorted(row["pos_id"]) for row in found] == [["p0", "p2"], ["p1"]]
-    assert [sorted(row["neg_id"]) for row in found] == [["p1"], ["p0", "p2"]]
-
-
 def test_copies_of_a_positive_are_no_negatives_whatever_their_ids_and_titles(tmp_path):
     text = "A red fox sleeps in the valley."
     record = {"query": "where does the fox sleep", "pos": [text], "pos_id": ["1"]}
@@ -449,20 +436,6 @@ def test_copies_of_a_positive_are_no_negatives_whatever_their_ids_and_titles(tmp
     report = Miner(queries, dense(queries), settings).write(output, {})
     assert sorted(json.loads(output.read_text())["neg_id"]) == ["1", "2"]
     assert report["removed"]["same text"] == 2  # 9 is the positive itself
-
-
-def test_a_positive_that_the_corpus_has_under_no_id_is_scored_by_its_own_text(tmp_path):
-    record = {"query": "red fox", "pos": ["A red fox sleeps."], "pos_id": ["1"]}
-    (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
-    (tmp_path / "corpus.jsonl").write_text('{"_id": "1", "text": "A blue whale swims."}\n')
-    queries = MiningQueries(
-        open_examples(tmp_path / "data.jsonl"), open_corpus(tmp_path / "corpus.jsonl")
-    )
-    row = mined(queries, dense(queries), tmp_path, num_negatives=1, range_max=1)[0]
-    vectors = WordEncoder().encode_passages(["A red fox sleeps."])
-    query = WordEncoder().encode_queries(["red fox"])
-    assert row["pos_scores"] == pytest.approx([float((query @ vectors.T).item())])
-    assert row["neg_id"] == ["1"]
 
 
 def test_the_report_names_the_search_settings_that_can_change_the_negatives(data, models, tmp_path):

@@ -1,7 +1,6 @@
 """Exact search against the obvious sort; approximate search against exact; ties, cuts and what is
 refused."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,6 @@ from contaccum.config.commands import SearchConfig
 from contaccum.errors import InputError
 from contaccum.retrieval import exact, index, shards
 from contaccum.retrieval.encode import Texts, encode_texts, passage_vectors
-from contaccum.retrieval.exact import inner_products
 from contaccum.retrieval.index import Index
 from contaccum.retrieval.retriever import Retriever
 from contaccum.retrieval.retriever import search_vectors as search
@@ -145,18 +143,6 @@ def test_blocks_smaller_than_a_shard_change_nothing(backend, monkeypatch):
     )
 
 
-def test_inner_products_are_those_of_each_query_with_its_own_passages():
-    vectors, queries = made(300).astype(np.float16), made(30, seed=1)
-    rows = np.random.default_rng(2).integers(-1, 320, (30, 9))
-    found = inner_products(queries, cut(vectors, 90), rows - 1000 * (rows < 0) + 7, first_row=7)
-    products = queries @ np.pad(vectors.astype(np.float32), ((0, 20), (0, 0))).T
-    for number, query_rows in enumerate(rows):
-        for row, score in zip(query_rows, found[number], strict=True):
-            assert score == (
-                pytest.approx(products[number, row], abs=1e-5) if 0 <= row < 300 else -np.inf
-            )
-
-
 def test_torch_is_exact_though_the_caller_allowed_reduced_precision():
     import torch
 
@@ -170,13 +156,6 @@ def test_torch_is_exact_though_the_caller_allowed_reduced_precision():
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def test_k_beyond_the_corpus_gives_the_whole_corpus():
-    vectors, queries = made(20), made(3, seed=1)
-    for factory in ("Flat", "HNSW8"):
-        run = search(names(3), queries, cut(vectors, 6), 1000, factory=factory)
-        assert [len(hits) for hits in run.values()] == [20, 20, 20]
 
 
 @pytest.mark.parametrize("factory", ["IVF16,Flat", "HNSW16", "IVF8,PQ6x4"])
@@ -205,13 +184,6 @@ def test_search_params_trade_speed_for_recall():
         )
 
     assert recall("nprobe=1") < recall("nprobe=8") < recall("nprobe=32") == 1.0
-
-
-def test_rows_that_an_approximate_index_does_not_find_are_left_out():
-    vectors, queries = made(200), made(5, seed=1)
-    # one list of about 12 rows is read
-    run = search(names(5), queries, cut(vectors, 64), 150, factory="IVF16,Flat")
-    assert all(0 < len(hits) < 60 for hits in run.values())
 
 
 @pytest.mark.parametrize("factory", ["IVF16,Flat", "HNSW16", "PQ4x4"])
@@ -362,14 +334,6 @@ def test_texts_are_found_by_their_words(tmp_path, embeddings, dtype):
     assert (tmp_path / "e" / "manifest.json").exists() == embeddings
 
 
-def test_a_second_search_uses_the_embeddings_that_are_there(tmp_path):
-    encoder, chosen = WordEncoder(), SearchConfig(embeddings=tmp_path / "e")
-    first = Retriever.open(encoder, CORPUS, chosen).search({"x": "rings"}, 2)
-    assert encoder.seen == 5
-    assert Retriever.open(encoder, CORPUS, chosen).search({"x": "rings"}, 2) == first
-    assert encoder.seen == 6
-
-
 @pytest.mark.parametrize("form", ["npy", "parquet"])
 def test_a_search_finishes_embeddings_of_any_shard_size_and_form(form, tmp_path):
     """It once advised to delete the folder, because shard_size was 1 and not the default, which
@@ -429,18 +393,3 @@ def test_a_kept_index_spares_the_corpus_and_knows_its_texts(tmp_path):
         Retriever.open(encoder, CORPUS.select(range(3)), chosen).search({"x": "rings"}, 2)
     with pytest.raises(InputError, match=r"belongs to different vectors or settings \(encoder "):
         Retriever.open(WordEncoder(name="other"), CORPUS, chosen).search({"x": "rings"}, 2)
-
-
-def test_search_params_reach_a_kept_index_and_do_not_stay_in_it(tmp_path):
-    corpus = Dataset.from_dict(
-        {"id": names(200), "title": [""] * 200, "text": [f"word{n} of {n % 9}" for n in range(200)]}
-    )
-    chosen = SearchConfig(factory="IVF16,Flat", index_dir=str(tmp_path / "i"))
-    few, all_lists, again = (
-        Retriever.open(WordEncoder(), corpus, replace(chosen, search_params=params)).search(
-            {"x": "word7"}, 150
-        )["x"]
-        for params in ("nprobe=1", "nprobe=16", "")
-    )
-    assert len(few) < len(all_lists) == 150
-    assert again == few  # faiss looks into one list where nothing is said

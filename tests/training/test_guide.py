@@ -137,26 +137,6 @@ def batch_texts(train_set, queries) -> list[str]:
     return [train_set.queries[int(row)]["text"] for row in queries]
 
 
-def test_second_run_encodes_nothing(folder, monkeypatch):
-    seen: list[int] = []
-    plain = DualEncoder._encode
-
-    def counting(self, side, texts, *rest):
-        seen.append(len(texts))
-        return plain(self, side, texts, *rest)
-
-    monkeypatch.setattr(DualEncoder, "_encode", counting)
-    train(config("one", "grad_cache", **BY_GUIDE, **{"optim.max_steps": 1}))
-    assert sum(seen) == 40 + 40
-    files = {path: path.stat().st_mtime_ns for path in cache_folder().glob("*_vectors/*/*.npy")}
-    assert len(files) == 2
-    seen.clear()
-    changes = {"loss.guide_margin": 0.1, "optim.max_steps": 1, "seed": 1}
-    train(config("two", "cont_accum", **{**BY_GUIDE, **changes}))
-    assert not seen
-    assert {path: path.stat().st_mtime_ns for path in files} == files
-
-
 def test_untrained_model_can_be_the_guide(folder):
     """With its settings for this run."""
     name = str(folder / "guide" / "query_encoder")

@@ -50,28 +50,3 @@ def test_model_has_the_prefix_of_its_mixture(of_sets, of_model, saved, warned, s
     assert len(said) == (warned is not None), said
     if warned:
         assert f"{name}: {warned}, but the model is saved with {saved!r}" in said[0]
-
-
-def test_resumed_run_keeps_the_prefix(tmp_path):
-    data = write_beir(tmp_path / "data")
-    mixture = [MixtureConfig(train=str(data), query_prefix="ask: ") for _ in range(2)]
-    changes = {"data.train": "", "data.mixture": mixture}
-    train(train_config(data, tmp_path / "whole", **changes))
-    train(train_config(data, tmp_path / "run", **changes))
-    for folder in (tmp_path / "run" / "checkpoints").glob("*"):
-        if not folder.name.endswith("2"):  # continue after step 2
-            for file in sorted(folder.rglob("*"), reverse=True):
-                file.rmdir() if file.is_dir() else file.unlink()
-            folder.rmdir()
-    config = train_config(data, tmp_path / "run", **changes)
-    config.resume = True
-    train(config)
-    files = [
-        {
-            path.relative_to(root): path.read_bytes()
-            for path in (root / "model").rglob("*")
-            if path.is_file()
-        }
-        for root in (tmp_path / "whole", tmp_path / "run")
-    ]
-    assert files[0] == files[1]

@@ -6,7 +6,6 @@ import importlib
 import math
 import re
 
-import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -16,7 +15,6 @@ from helpers import (
     open_train_set,
     peak,
     slow_loss,
-    tiny_encoder,
     train_config,
     weights,
     write_scored_lines,
@@ -25,9 +23,7 @@ from helpers import (
 from processes import Job, run_jobs
 from safetensors.torch import load_file
 
-from contaccum.batch import MicroBatch, RowIds
 from contaccum.config import METHOD_SPECS, validate
-from contaccum.data.batches import pad, partition_by_tokens
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank, BankOptions
@@ -332,47 +328,3 @@ def test_larger_first_passes_need_less_memory_than_the_second_pass(data):
     assert whole > second  # and all passages at once would take more
     # the last one's graph, and the vectors of all
     assert peak(lambda: represent(engine, batches, passes)) < 1.1 * second
-
-
-@pytest.mark.parametrize("size", [1, 12])
-@pytest.mark.parametrize("padded", [True, False])
-def test_passes_of_a_step_have_all_texts_within_the_tokens_of_micro_batches(padded, size):
-    """Many short passages and a few long ones, in micro-batches by tokens."""
-    random, budget = np.random.default_rng(0), 5120
-    lengths = np.clip(random.lognormal(3.3, 0.8, 1024), 5, 512).astype(int)
-    partition = partition_by_tokens(np.full(1024, 8), lengths[:, None], budget, 1)
-    encoder, engine = tiny_encoder().train(), Engine(device="cpu")
-    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
-    engine.padded = padded
-    ids = torch.arange(1024).unsqueeze(1)
-    batches = [
-        MicroBatch(
-            pad([np.full(8, 6)] * len(pairs), 0),
-            pad([np.full(length, 7) for length in lengths[pairs]], 0),
-            RowIds(ids[pairs], ids[pairs]),
-            [str(pair) for pair in pairs],
-            budget,
-        )
-        for pairs in partition
-    ]
-    passes = engine.passes(batches, size=size)
-    assert torch.cat([each.rows for each in passes]).sort().values.tolist() == list(range(2048))
-    texts = [row for batch in batches for row in rows_of(batch.queries)]
-    texts += [row for batch in batches for row in rows_of(batch.passages)]
-    for number, each in enumerate(passes):
-        assert each.number == number
-        assert each.texts.count(padded) <= size * budget
-        assert each.side == int(each.rows[0] >= 1024) == int(each.rows[-1] >= 1024)
-        assert [texts[row] for row in each.rows.tolist()] == rows_of(each.texts)
-    # close to the fewest possible; one for each side of each micro-batch would be more
-    fewest = sum(sum(map(len, rows_of(each.texts))) for each in passes) / (size * budget)
-    assert len(passes) <= math.ceil(1.2 * fewest) + 2 < 2 * len(batches)
-    engine.close()
-
-
-def rows_of(texts) -> list[list[int]]:
-    """Return the token ids of each text, without padding."""
-    return [
-        row[mask > 0].tolist()
-        for row, mask in zip(texts.input_ids, texts.attention_mask, strict=True)
-    ]

@@ -21,7 +21,6 @@ from contaccum.training.run_folder import (
     LINKS,
     all_checkpoints,
     claimed_folder,
-    read_config,
 )
 
 CHANGES = {
@@ -104,22 +103,6 @@ def test_config_of_another_version_is_refused(version, scene, tmp_path, capsys):
     )
     assert "config.yaml:1: format_version is " in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
-
-
-def test_config_of_a_run_starts_another_run(scene, tmp_path):
-    """With and without ``format_version``, which a config written by hand does not have."""
-    text = (scene[1] / "config.yaml").read_text()
-    (tmp_path / "plain.yaml").write_text(text.removeprefix("format_version: 1\n"))
-    for config in (scene[1] / "config.yaml", tmp_path / "plain.yaml"):
-        assert (
-            main(["train", "--config", str(config), "--output_dir", str(tmp_path / config.stem)])
-            == 0
-        )
-        assert weights(tmp_path / config.stem) == scene[2]
-        assert read_config(tmp_path / config.stem) == {
-            **read_config(scene[1]),
-            "output_dir": str(tmp_path / config.stem),
-        }
 
 
 def test_log_of_another_version_is_refused(scene, tmp_path):

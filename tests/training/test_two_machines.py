@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -69,21 +68,3 @@ def test_two_machines_equal_one_process(tmp_path):
         for cache in ("cache0", "cache1")
     ]
     assert names[0] == names[1] != []
-
-
-def test_process_death_on_one_machine_ends_both(tmp_path):
-    write_beir(tmp_path / "data", 41)
-    file, port = config_file(tmp_path, "run", 1), next(PORTS)
-    script = tmp_path / "spoiled.py"
-    script.write_text(
-        "import os, sys, processes; from contaccum.cli import main\n"
-        "processes.is_killed(int(os.environ['RANK'])); sys.exit(main())\n"
-    )
-    began = time.monotonic()
-    machines = [
-        start(m, port, tmp_path, str(script), "train", "--config", str(file)) for m in (0, 1)
-    ]
-    codes = [machine.wait(150) for machine in machines]
-    assert all(codes)
-    assert "SIGKILL" in (tmp_path / "err1").read_text()
-    assert time.monotonic() - began < 150

@@ -11,7 +11,6 @@ from contaccum.data.dataset import open_dataset
 from contaccum.data.dev_set import sample_passages
 from contaccum.errors import InputError
 from contaccum.runtime.files import read_json
-from contaccum.training import log
 from contaccum.training.log import read_log
 from contaccum.training.loop import Training
 
@@ -38,33 +37,6 @@ def test_without_a_terminal_each_20th_of_a_run_has_a_line(data, tmp_path, capsys
     assert all("pairs/s" in line for line in progress)
     assert all("left" in line for line in progress[:-1])
     assert re.search(r"dev ndcg@10 \d\.\d{4}  ", progress[-1])
-
-
-@pytest.mark.parametrize(
-    ("method", "changes", "parts"),
-    [
-        ("grad_accum", {}, [25, 50, 75]),
-        ("grad_cache", {}, [7, 13, 20, 40, 60, 80]),  # 1 for a first pass, 3 for a second one
-        ("cont_cache", {"replay.share": 0.5, "model.dropout": 0}, None),
-        ("in_batch", {"batch.micro_batch_size": 16}, [50]),  # after the queries
-    ],
-)
-def test_a_long_step_has_lines(method, changes, parts, tmp_path, monkeypatch, capsys):
-    """A pass with its backward pass costs 3 forward passes; texts have one length here."""
-    monkeypatch.setattr(log, "FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(log, "LINE_SECONDS", 0.0)
-    pairs = [(f"q{chr(97 + number)}", f"p{chr(97 + number)}") for number in range(16)]
-    config = train_config(tmp_path, tmp_path / "run", method, **{"optim.max_steps": 2}, **changes)
-    config.data.train = None
-    train(config, pairs)
-    said = capsys.readouterr().err
-    shares = [int(share) for share in re.findall(r"step 1/2  (\d+)% done  about .* left", said)]
-    if parts is None:
-        assert len(shares) >= 3
-        assert shares == sorted(set(shares))
-        assert shares[-1] < 100
-    else:
-        assert shares == parts
 
 
 def test_shares_of_the_run_decide_when_to_save_and_evaluate(data, tmp_path):
