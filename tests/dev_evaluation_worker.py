@@ -12,6 +12,7 @@ from contaccum.config import validate
 from contaccum.encoder import DualEncoder, tokenizer
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import write_json
+from contaccum.runtime.launch import StopSignals
 from contaccum.training.loop import Training
 
 
@@ -26,7 +27,7 @@ def main(arguments: list[str]) -> None:
     }
     config = train_config(Path(data), Path(output), **changes)
     validate(config, engine.world)
-    training = Training(config, engine)
+    training = Training(config, engine, StopSignals())
     metrics, encoded = {}, []
     encode_passages = DualEncoder.encode_passages
 

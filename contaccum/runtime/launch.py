@@ -182,8 +182,10 @@ class StopSignals:
         if not self._deferred:
             raise Interrupted(number, f"stopped by {signal.Signals(number).name}")
         if is_main():
+            unit = "pass" if process_place()[1] == 1 else "step"
             print(
-                "stopping after this step and a checkpoint (send the signal again to stop at once)",
+                f"stopping after this {unit} or evaluation, and then saving the last finished step "
+                "(send the signal again to stop at once)",
                 file=sys.stderr,
             )
 

@@ -82,9 +82,9 @@ def train(
         try:
             if run.memory_budget is not None:
                 engine.limit_memory(parse_bytes(run.memory_budget))
-            training = Training(config, engine, after_step)
+            training = Training(config, engine, signals, after_step)
             with signals.deferred(), closing(training.log):
-                training.run(signals)
+                training.run()
         except BaseException as error:
             # with several processes, do not close the group: the others could fail before this
             # process reports its error
@@ -107,9 +107,10 @@ class Training:
         self,
         config: TrainConfig,
         engine: Engine,
+        signals: StopSignals,
         after_step: "Callable[[Training], None] | None" = None,
     ) -> None:
-        self.engine, self.after_step = engine, after_step
+        self.engine, self.signals, self.after_step = engine, signals, after_step
         self.folder = Path(config.output_dir)
         checkpoint = newest_checkpoint(self.folder) if config.resume else None
         if checkpoint:
@@ -181,6 +182,7 @@ class Training:
         self.evaluated = 0  # step of the last evaluation
         self.worse = 0  # evaluations since the best one
         self.saved = time.monotonic()  # time of the last checkpoint
+        self.saved_step = 0  # step of the last checkpoint
         # forward passes of a token in the current step: those of the whole step, and those so far
         self.step_cost = 0.0
         self.cost = 0
@@ -226,7 +228,7 @@ class Training:
         run_folder.refuse_changes(where, changes, config.allow_changes)
         restore(checkpoint, self.encoder, optimizer, self.bank)
         self.engine.load_scaler_state(state["scaler"])
-        self.done = state["step"]
+        self.done = self.saved_step = state["step"]
         size = self.micro_batch_size
         size.load_state(state["micro_batch"], self.done)
         if size.level and self.engine.is_main:
@@ -260,7 +262,7 @@ class Training:
         if self.engine.is_main:
             print(f"resuming at step {self.done} from {checkpoint.folder}", file=sys.stderr)
 
-    def run(self, signals: StopSignals) -> None:
+    def run(self) -> None:
         """Take all remaining optimizer steps.
 
         Log, evaluate and save at the steps that the config sets.
@@ -331,7 +333,7 @@ class Training:
 
                 # save, and stop after a signal to any process
                 last = last or self.stopped_early()
-                stop = engine.largest(signals.received)
+                stop = engine.largest(self.signals.received)
                 save = self.checkpoint_due(last) or stop > 0
                 every = config.run.bank_check_steps
                 check_bank = engine.world > 1 and every > 0 and (save or self.done_every(every))
@@ -344,9 +346,7 @@ class Training:
                 if save:
                     self.save()
                 if stop and not last:
-                    raise Interrupted(
-                        stop, f"stopped after step {self.done}; continue with --resume"
-                    )
+                    raise self.interrupted(stop)
         finally:
             prepared.close()
         self.finish()
@@ -389,7 +389,8 @@ class Training:
     def take_step(self, micro_batches: list[MicroBatch]) -> dict[str, Any] | None:
         """Take one optimizer step and return the values to log.
 
-        If memory runs out, undo the step and return None.
+        If memory runs out, undo the step and return None. After a signal, undo the step, save the
+        one before it, and raise Interrupted.
 
         Raises NotFiniteError before the weights change if an embedding, a loss or a gradient is NaN
         or infinite.
@@ -410,6 +411,12 @@ class Training:
         failed = False
         try:
             losses = METHODS[config.method](engine, micro_batches, bank, self.loss)
+        except Interrupted:  # by before_pass
+            engine.drop_step()
+            bank.rollback()
+            if self.done > self.saved_step:
+                self.save()
+            raise
         except Exception as error:
             if not out_of_memory(error) or engine.world > 1:  # other processes wait for this one
                 raise
@@ -489,13 +496,19 @@ class Training:
         }
 
     def before_pass(self, tokens: int, graph: bool) -> None:
-        """Let the log print how much of a long step is done.
+        """Stop a long step after a signal, and let the log print how much of it is done.
 
-        tokens: tokens of the next pass. graph: whether a backward pass follows, which costs as much
-        as 2 forward passes.
+        Several processes finish the step, because the others would wait for this one. tokens:
+        tokens of the next pass. graph: whether a backward pass follows, which costs as much as 2
+        forward passes.
         """
+        if self.signals.received and self.engine.world == 1:
+            raise self.interrupted(self.signals.received)
         self.log.inside_step(self.done + self.cost / self.step_cost)
         self.cost += tokens * (3 if graph else 1)
+
+    def interrupted(self, number: int) -> Interrupted:
+        return Interrupted(number, f"stopped after step {self.done}; continue with --resume")
 
     def done_every(self, steps: float) -> bool:
         """Return whether something is due that happens every ``steps`` steps.
@@ -608,4 +621,5 @@ class Training:
             keep = self.config.run.keep_checkpoints or 2
             save_checkpoint(self.folder, self.encoder, engine.optimizer, self.bank, state, keep)
         self.saved = time.monotonic()
+        self.saved_step = self.done
         engine.barrier()

@@ -16,10 +16,11 @@ from processes import python
 from tiny_families import family_folder
 
 from contaccum.config import METHOD_SPECS, to_yaml
-from contaccum.errors import InputError
+from contaccum.errors import InputError, Interrupted
+from contaccum.methods.objective import MatryoshkaBank
 from contaccum.runtime.files import sha256_of
 from contaccum.training.log import read_log
-from contaccum.training.loop import train
+from contaccum.training.loop import Training, train
 from contaccum.training.run_folder import newest_checkpoint
 
 
@@ -479,6 +480,37 @@ def test_signal_saves_a_checkpoint_and_ends_the_run(number, code, data, tmp_path
     saved = newest_checkpoint(run)
     assert saved is not None
     assert saved.state["step"] == read_log(run)[-1]["step"] >= 3
+
+
+@pytest.mark.parametrize("method", ["grad_cache", "cont_accum", "cont_cache"])
+def test_signal_within_a_step_saves_the_step_before(method, data, tmp_path, monkeypatch):
+    """The third step is stopped after a backward pass, when pairs may be in the bank."""
+    whole, run, wrong = (tmp_path / name for name in ("whole", "run", "wrong"))
+    train(train_config(data, whole, method))
+    before_pass = Training.before_pass
+
+    def stop_in_third_step(training, tokens, graph):
+        if training.done == 2 and any(p.grad is not None for p in training.engine.parameters):
+            signal.raise_signal(signal.SIGTERM)
+        before_pass(training, tokens, graph)
+
+    def stopped_run(folder):
+        with pytest.raises(Interrupted, match="stopped after step 2; continue with --resume"):
+            train(train_config(data, folder, method, **{"run.save_steps": 0}))
+        return newest_checkpoint(folder).folder
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "before_pass", stop_in_third_step)
+        saved = stopped_run(run)
+        patch.setattr(MatryoshkaBank, "rollback", lambda bank: None)  # negative control
+        banks = [folder / "bank.safetensors" for folder in (saved, stopped_run(wrong))]
+    assert (banks[0].read_bytes() == banks[1].read_bytes()) == (method == "grad_cache")
+    for name in ("optimizer.safetensors", "bank.safetensors"):
+        expected = whole / "checkpoints" / "step-00000002" / name
+        assert (saved / name).read_bytes() == expected.read_bytes()
+    train(train_config(data, run, method, resume=True))
+    assert weights(run) == weights(whole)
+    assert steps_of(run) == steps_of(whole)
 
 
 @pytest.mark.acceptance
