@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import sys
 import time
 from dataclasses import asdict
@@ -14,6 +16,7 @@ from contaccum.config import with_changes
 from contaccum.errors import InputError
 from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.launch import is_main, process_place
+from contaccum.runtime.progress import announced
 
 if TYPE_CHECKING:
     from contaccum.config import TrainConfig, experiments
@@ -26,10 +29,12 @@ if TYPE_CHECKING:
         SearchConfig,
     )
 
+LIBRARIES = "loading PyTorch and other libraries"
 
-def _terminal_width() -> int | None:
-    """Return the maximum length of a line of a table. None: stdout is no terminal."""
-    return 120 if sys.stdout.isatty() else None
+
+def _line_width() -> int:
+    """Return the maximum length of a line of a table: 120, or less in a narrow terminal."""
+    return min(120, shutil.get_terminal_size((120, 24)).columns)
 
 
 def _train(config: TrainConfig) -> None:
@@ -37,8 +42,9 @@ def _train(config: TrainConfig) -> None:
 
     # before torch is imported; train() prints the warnings
     validate(config, process_place()[1], warn=False)
-    from contaccum.training.loop import train
-    from contaccum.training.run_folder import next_steps
+    with announced(LIBRARIES):
+        from contaccum.training.loop import train
+        from contaccum.training.run_folder import next_steps
 
     model = train(config)
     if is_main():
@@ -47,7 +53,8 @@ def _train(config: TrainConfig) -> None:
 
 
 def _encode(job: options.EncodeConfig, encoder: EncoderConfig, policy: DataPolicy) -> None:
-    from contaccum.retrieval.encode import encode
+    with announced(LIBRARIES):
+        from contaccum.retrieval.encode import encode
 
     form = asdict(job)
     print(encode(encoder, form.pop("input"), form.pop("output"), policy=policy, **form))
@@ -56,9 +63,10 @@ def _encode(job: options.EncodeConfig, encoder: EncoderConfig, policy: DataPolic
 def _search(
     task: options.QueryConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy
 ) -> object:
-    from contaccum.retrieval.retriever import look, search, words_of
-    from contaccum.retrieval.runs import render_passages
-    from contaccum.runtime.processes import joined
+    with announced(LIBRARIES):
+        from contaccum.retrieval.retriever import look, search, words_of
+        from contaccum.retrieval.runs import render_passages
+        from contaccum.runtime.processes import joined
 
     task.check()
     k = (100 if task.output else 10) if task.k is None else task.k
@@ -101,11 +109,12 @@ def _search(
 def _evaluate(
     task: options.EvaluateConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy
 ) -> str:
-    from contaccum.evaluation.answers import evaluate_questions
-    from contaccum.evaluation.benchmark import benchmark_sets, evaluate_benchmark
-    from contaccum.evaluation.evaluate import evaluate
-    from contaccum.evaluation.metrics import render_benchmark, render_metrics
-    from contaccum.runtime.processes import joined
+    with announced(LIBRARIES):
+        from contaccum.evaluation.answers import evaluate_questions
+        from contaccum.evaluation.benchmark import benchmark_sets, evaluate_benchmark
+        from contaccum.evaluation.evaluate import evaluate
+        from contaccum.evaluation.metrics import render_benchmark, render_metrics
+        from contaccum.runtime.processes import joined
 
     task.check()
     if task.run is not None:
@@ -181,39 +190,51 @@ def _mine(
     settings: SearchConfig,
     policy: DataPolicy,
 ) -> str | None:
-    from contaccum.retrieval.mine import mine, render_mined
-    from contaccum.runtime.processes import joined
+    with announced(LIBRARIES):
+        from contaccum.retrieval.mine import mine, render_mined
+        from contaccum.runtime.processes import joined
 
     with joined(encoder.timeout_minutes) as group:
         report = mine(
             encoder, **asdict(job), mining=mining, settings=settings, policy=policy, group=group
         )
-    return render_mined(report, job.output) if is_main() else None
+    if not is_main():
+        return None
+    model = "MODEL" if encoder.model == "bm25" else shlex.quote(encoder.model)
+    return (
+        f"{render_mined(report, job.output)}\n"
+        f"next: contaccum train --config finetune --data.train {shlex.quote(job.output)} "
+        f"--data.hard_negatives 1 --model.name {model} --output_dir DIR"
+    )
 
 
 def _compare(options: experiments.CompareConfig, config: TrainConfig) -> object:
-    from contaccum.experiments.compare import compare
-    from contaccum.experiments.study_report import summary
+    with announced(LIBRARIES):
+        from contaccum.experiments.compare import compare
+        from contaccum.experiments.study_report import summary
 
     page = compare(partial(with_changes, config), options)
-    return f"{summary(page.parent, _terminal_width())}\n\n{page}"
+    return f"{summary(page.parent, _line_width())}\n\n{page}"
 
 
 def _auto(options: experiments.AutoConfig, config: TrainConfig) -> str:
     began = time.monotonic()  # the imports count towards --time
-    from contaccum.experiments.auto import run_auto
+    with announced(LIBRARIES):
+        from contaccum.experiments.auto import run_auto
 
     return run_auto(partial(with_changes, config), options, began)
 
 
 def _plan(options: experiments.PlanConfig, config: TrainConfig) -> object:
-    from contaccum.experiments.plan import run_plan
+    with announced(LIBRARIES):
+        from contaccum.experiments.plan import run_plan
 
     return run_plan(options, config)
 
 
 def _report(options: experiments.ReportConfig) -> object:
-    from contaccum.experiments.report import console_report
+    with announced(LIBRARIES):
+        from contaccum.experiments.report import console_report
 
     return console_report(
         list(options.runs),
@@ -221,7 +242,7 @@ def _report(options: experiments.ReportConfig) -> object:
         options.against,
         options.html,
         options.wide,
-        width=_terminal_width(),
+        width=None if options.wide else _line_width(),
     )
 
 
@@ -472,7 +493,8 @@ COMMANDS = {
         _convert,
         "write a data set in another format",
         "Write a data set in another format.",
-        "%(prog)s SOURCE TARGET --to {beir,dpr,jsonl,tevatron} [--split NAME]",
+        "%(prog)s SOURCE TARGET --to {beir,dpr,jsonl,tevatron} [--split NAME] "
+        "[--splits 0.8,0.1,0.1]",
         "ConvertConfig DataPolicy",
     ),
     "data fetch": Command(

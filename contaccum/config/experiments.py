@@ -105,4 +105,5 @@ class ReportConfig:
     """HTML file to write. The page is a single file. This option needs the extra `study`."""
     wide: bool = setting(False, flag=True)
     """Also show batch sizes, bank rows, pairs per second, the share of time spent waiting for data,
-    effect sizes and the p values of t-tests."""
+    effect sizes, the p values of t-tests and empty columns, and shorten no cell. Default: lines of
+    at most 120 characters."""

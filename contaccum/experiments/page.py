@@ -45,8 +45,12 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
     def without(self, heads: Collection[str]) -> "Table":
-        """Return the table without the columns that have these headings."""
-        shown = [column for column, head in enumerate(self.heads) if head not in heads]
+        """Return the table without the columns that have these headings, and without empty ones."""
+        shown = [
+            column
+            for column, head in enumerate(self.heads)
+            if head not in heads and {row[column] for row in self.rows} != {MISSING}
+        ]
         return Table([self.heads[n] for n in shown], [[row[n] for n in shown] for row in self.rows])
 
     def markdown(self, width: int | None = None) -> str:

@@ -266,7 +266,11 @@ def group_runs(runs: list[RunRecord], labels: Mapping[Path, str] | None = None) 
     groups: dict[tuple[str | None, str, int], RunGroup] = {}
     for run in runs:
         used = [name for name in names if affects(name, run.method)] if run.method else []
-        values = [f"{name.partition('.')[2]}={run.config.get(name)}" for name in used]
+        values = [
+            f"{name.partition('.')[2]}={value}"
+            for name in used
+            if (value := run.config.get(name)) is not None  # None: not set
+        ]
         settings = " ".join([run.method, *values]) if run.method else MISSING
         given = (labels or {}).get(run.folder)
         # a number for each further group of the same settings

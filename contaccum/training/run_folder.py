@@ -418,10 +418,9 @@ def next_steps(config: TrainConfig, model: Path) -> list[str]:
     if config.data.dev is not None and scores.is_file():
         metrics = read_json(scores)
         lines.append(f"best dev {metrics['label']}: {metrics['mean'][config.run.metric]:.4f}")
-    data = "DATA"
-    if config.data.train and (Path(config.data.train) / "qrels" / "test.tsv").is_file():
-        data = config.data.train
-    lines.append(
-        f"next: contaccum evaluate --model {shlex.quote(str(model))} --data {shlex.quote(data)}"
-    )
+    # training data that were mined have no test queries, but the folder of the dev queries may
+    given = filter(None, (config.data.train, config.data.dev))
+    tests = [name for name in given if (Path(name) / "qrels" / "test.tsv").is_file()]
+    data = shlex.quote(tests[0]) if tests else "DATA"
+    lines.append(f"next: contaccum evaluate --model {shlex.quote(str(model))} --data {data}")
     return lines

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from helpers import open_corpus, open_examples, read_examples, write_beir
+from helpers import open_corpus, open_examples, read_examples, train_config, write_beir
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 from word_encoder import WordEncoder
@@ -26,6 +26,7 @@ from contaccum.retrieval import mine as mine_module
 from contaccum.retrieval.mine import Miner, about_path, mine
 from contaccum.retrieval.negatives import CrossEncoder, MiningQueries, select_negatives
 from contaccum.retrieval.retriever import BM25, Retriever
+from contaccum.training.run_folder import next_steps
 
 SETTINGS = {
     "top": {},
@@ -471,3 +472,17 @@ def test_what_cannot_be_is_refused_in_one_sentence(options, sentence, data, tmp_
     assert sentence in err
     assert err.count("contaccum: ") == 1
     assert not output.parent.exists()
+
+
+def test_next_commands_name_the_mined_file_and_then_the_test_data(data, tmp_path, capsys):
+    """The mined file has no test queries, but the folder of the dev queries has some."""
+    output = tmp_path / "mined negatives.jsonl"
+    assert main(["mine", "--model", "bm25", "--data", str(data), "--output", str(output)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"next: contaccum train --config finetune --data.train '{output}' "
+        "--data.hard_negatives 1 --model.name MODEL --output_dir DIR"
+    )
+    for dev, shown in ((str(data), data), (None, "DATA")):
+        config = train_config(output, tmp_path / "run", **{"data.dev": dev})
+        expected = f"next: contaccum evaluate --model {tmp_path / 'model'} --data {shown}"
+        assert next_steps(config, tmp_path / "model")[-1] == expected
