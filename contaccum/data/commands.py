@@ -10,9 +10,10 @@ dropped. Teacher scores are written only to JSONL and Tevatron: BEIR has no fiel
 scores, and in DPR the field ``score`` is a search score.
 """
 
+import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -291,6 +292,8 @@ def convert(
     target: str | Path,
     to: Form,
     split: str = "train",
+    splits: str | None = None,
+    seed: int = 0,
     policy: DataPolicy = DEFAULT_POLICY,
 ) -> None:
     """Convert ``source`` to the format ``to``.
@@ -302,15 +305,18 @@ def convert(
     passages of the examples. From BEIR, passages with a grade above 0 become positives, and other
     judged passages become negatives. To BEIR, positives get grade 1 and negatives get grade 0.
     Teacher scores are checked and written, or dropped with a warning if ``to`` has no field for
-    teacher scores.
+    teacher scores. splits: shares of the splits train, dev and test of a new BEIR folder, such as
+    0.8,0.1,0.1; None: all queries go to ``split``. seed: see ``divide``.
 
     Raises InputError if ``target`` exists; for ``beir``, it may be an empty folder. Also raises
-    InputError if an id that is written to BEIR has a tab, a line break or NUL.
+    InputError for wrong ``splits``, and if an id that is written to BEIR has a tab, a line break or
+    NUL.
     """
     if to not in get_args(Form):
         raise InputError(f"unknown format {to!r}; choose one of {', '.join(get_args(Form))}")
     if to == "beir":
         plain_split(split)
+    shares = None if splits is None else _shares(splits, to)
     target = Path(target)
     _sweep(target)
     if target.exists() and not (to == "beir" and target.is_dir() and not any(target.iterdir())):
@@ -324,15 +330,70 @@ def convert(
         found = replace(found, positives=replace(found.positives, scores=None))
     examples = tqdm(found, desc="converting", unit=" examples", disable=None)
     if to == "beir":
-        kept = found.queries.select(np.flatnonzero(found.positives.lengths))
+        answerable = np.flatnonzero(found.positives.lengths)
+        kept = found.queries.select(answerable)
+        grades: Mapping[str, Iterable[tuple[str, str, int]]]
+        if shares is None:
+            grades = {split: grades_of(examples)}
+        else:
+            split_of = divide(found.query_hashes[answerable], shares, seed, str(source))
+            divided: dict[str, list[tuple[str, str, int]]] = {name: [] for name in shares}
+            for name, example in zip(split_of, examples, strict=True):
+                divided[name] += grades_of([example])
+            grades = divided
         corpus, queries = map(_plain, beir_records(found.passages)), map(_plain, beir_records(kept))
         with whole_folder(target) as folder:
-            write_beir_folder(folder, corpus, queries, {split: grades_of(examples)})
+            write_beir_folder(folder, corpus, queries, grades)
     else:
         with whole_records(target) as file:
             file.writelines(
                 framed((record_line(example_record(example, to)) for example in examples), to)
             )
+
+
+def _shares(splits: str, to: Form) -> dict[str, float]:
+    """Read the shares of train, dev and test, such as 0.8,0.1,0.1. Splits of share 0 are left out.
+
+    Raise InputError for other texts.
+    """
+    if to != "beir":
+        raise InputError(f"--splits {splits} was given with --to {to}; it needs --to beir")
+    try:
+        numbers = [float(number) for number in splits.split(",")]
+    except ValueError:
+        numbers = []
+    valid = len(numbers) == 3 and min(numbers) >= 0 and abs(sum(numbers) - 1) < 1e-6
+    if not valid:
+        raise InputError(
+            f"--splits {splits}: expected the shares of train, dev and test, three numbers that "
+            "add up to 1, such as 0.8,0.1,0.1"
+        )
+    named = zip(("train", "dev", "test"), numbers, strict=True)
+    return {name: share for name, share in named if share > 0}
+
+
+def divide(hashes: np.ndarray, shares: dict[str, float], seed: int, source: str) -> list[str]:
+    """Return the split of each query, at random but with the given shares of the different texts.
+
+    hashes: of the queries' texts, (n,) int64. Equal texts get the same split, and the order of the
+    queries does not matter. shares: split -> share. source: name of the data for errors. Raises
+    InputError if a split would have no query.
+    """
+    texts = sorted(set(hashes.tolist()))
+    random.Random(seed).shuffle(texts)
+    split_of: dict[int, str] = {}
+    total = 0.0
+    for split, share in shares.items():
+        first = len(split_of)
+        total += share
+        part = texts[first : round(total * len(texts))]
+        if not part:
+            raise InputError(
+                f"{source}: has {len(texts)} different queries, too few for a split {split} with "
+                f"a share of {share:g}; raise this share in --splits, or give more queries"
+            )
+        split_of.update(dict.fromkeys(part, split))
+    return [split_of[text] for text in hashes.tolist()]
 
 
 def _sweep(target: Path) -> None:

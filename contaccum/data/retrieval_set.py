@@ -113,7 +113,7 @@ def qrels_file(folder: Path, split: str) -> Path:
     splits = splits_of(folder)
     if split not in splits:
         available = ", ".join(splits) or "none (no qrels/<split>.tsv)"
-        hint = "" if split == "train" else ". docs/how-to/compare.md shows how to make splits"
+        hint = "" if split == "train" else ". contaccum data convert --splits makes splits"
         raise InputError(f"{folder}: split {split!r} not found; available: {available}{hint}")
     return beir_file(folder, f"qrels/{split}.tsv")
 

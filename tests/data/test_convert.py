@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import re
 
 import pytest
 from helpers import open_corpus, open_retrieval_set, read_examples
@@ -84,6 +85,54 @@ def test_beir_to_beir_keeps_the_whole_corpus_and_split_name(tmp_path):
     convert(beir(tmp_path / "s", split="dev"), tmp_path / "t", "beir", split="dev")
     assert len(open_corpus(tmp_path / "t")) == 6
     assert meaning(tmp_path / "t", "dev") == meaning(tmp_path / "s", "dev")
+
+
+def judged(folder, split):
+    return list(open_retrieval_set(folder, split).qrels)
+
+
+def test_splits_divide_the_queries_by_their_text(tmp_path):
+    """40 queries with 20 different texts; the order of the file does not matter."""
+    records = [{"_id": f"q{number:02}", "text": f"text {number // 2}"} for number in range(40)]
+    folders = []
+    for name, queries in (("a", records), ("b", records[::-1])):
+        source = beir(tmp_path / name, "".join(f"{r['_id']}\tp0\t1\n" for r in queries))
+        write(source / "queries.jsonl", lines(*queries))
+        folders.append(tmp_path / f"{name}-divided")
+        convert(source, folders[-1], "beir", splits="0.6,0.1,0.3")
+    found = [judged(folders[0], split) for split in ("train", "dev", "test")]
+    assert [len(names) for names in found] == [24, 4, 12]
+    assert sorted(itertools.chain(*found)) == [record["_id"] for record in records]
+    for names in found:  # q00 and q01 have one text, and so on
+        assert len({int(name[1:]) // 2 for name in names}) == len(names) / 2
+    for split, names in zip(("train", "dev", "test"), found, strict=True):
+        assert sorted(judged(folders[1], split)) == sorted(names)
+    convert(tmp_path / "a", tmp_path / "other", "beir", splits="0.6,0.1,0.3", seed=1)
+    assert judged(tmp_path / "other", "train") != found[0]  # negative control
+    assert len(open_corpus(tmp_path / "other")) == 6  # the whole corpus
+
+
+def test_a_split_with_a_share_of_zero_is_not_written(tmp_path):
+    convert(beir(tmp_path / "s"), tmp_path / "t", "beir", splits="0.7,0.3,0")
+    assert {path.name for path in (tmp_path / "t" / "qrels").iterdir()} == {"train.tsv", "dev.tsv"}
+
+
+@pytest.mark.parametrize(
+    ("splits", "form", "said"),
+    [
+        ("0.8,0.1", "beir", "--splits 0.8,0.1: expected the shares of train, dev and test"),
+        ("0.8,0.1,0.2", "beir", "three numbers that add up to 1"),
+        ("1.1,-0.1,0", "beir", "three numbers that add up to 1"),
+        ("8,one,1", "beir", "three numbers that add up to 1"),
+        ("nan,0.5,0.5", "beir", "three numbers that add up to 1"),
+        ("0.8,0.1,0.1", "jsonl", "was given with --to jsonl; it needs --to beir"),
+        ("0.9,0.1,0", "beir", "has 3 different queries, too few for a split dev"),
+    ],
+)  # fmt: skip
+def test_splits_that_cannot_be_made_are_refused(tmp_path, splits, form, said):
+    with pytest.raises(InputError, match=re.escape(said)):
+        convert(beir(tmp_path / "s"), tmp_path / "t", form, splits=splits)
+    assert not (tmp_path / "t").exists()
 
 
 def test_a_non_empty_target_is_refused(tmp_path):
