@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 from datasets import Dataset
-from tqdm import tqdm
 
 from contaccum.config import DataPolicy
 from contaccum.data.identity import text_hash
@@ -30,6 +29,7 @@ from contaccum.errors import InputError
 from contaccum.formats.readers import beir_file, numbered_corpus, numbered_queries
 from contaccum.formats.records import OnError, Passage, SourceLocation, ignore, is_blank, stop
 from contaccum.runtime.cache import file_key
+from contaccum.runtime.progress import Progress
 
 REPAIR = "Use --repair (in training: --data.repair true)"
 
@@ -115,9 +115,7 @@ def _write_corpus(
     hashes = array("q")
     empty = 0
     passages = _valid_passages(source, repair, on_error)
-    for location, passage in tqdm(
-        passages, desc=f"reading {source.name}", unit=" passages", disable=None
-    ):
+    for location, passage in Progress.over(passages, f"reading {source.name}", "passages"):
         if location.line in dropped:
             continue
         empty += is_blank(passage.text)

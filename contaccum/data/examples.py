@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
-from tqdm import tqdm
 
 from contaccum.config import DataPolicy
 from contaccum.data.identity import first_with_same_text, text_hash
@@ -43,6 +42,7 @@ from contaccum.formats.records import (
     stop,
 )
 from contaccum.runtime.cache import file_key
+from contaccum.runtime.progress import Progress
 
 _BATCH = 1000  # number of queries that are read at a time
 _LISTS = ("positives", "negatives", "others")
@@ -166,9 +166,7 @@ def build_examples(
     locations: list[SourceLocation] = []  # of each record
     scored = 0  # number of examples with scores
     examples = numbered_examples(path, on_error, with_scores)
-    for location, example in tqdm(
-        examples, desc=f"reading {path.name}", unit=" examples", disable=None
-    ):
+    for location, example in Progress.over(examples, f"reading {path.name}", "examples"):
         query = example.query
         try:
             _check_texts(location, example)

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset
-from tqdm import tqdm
 
 from contaccum.errors import InputError
 from contaccum.formats.records import READER_VERSION
 from contaccum.runtime.cache import cached_folder
 from contaccum.runtime.checks import require_known_ids, require_utf8
 from contaccum.runtime.files import read_json, remove_folder, write_json
+from contaccum.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -310,9 +310,7 @@ def build_token_table(
         largest_id = 0
         with (
             open(folder / "tokens.bin", "wb") as file,
-            tqdm(
-                total=len(texts), desc=f"tokenizing {columns[-1]}", unit=" texts", disable=None
-            ) as bar,
+            Progress(len(texts), f"tokenizing {columns[-1]}", "texts") as progress,
         ):
             for batch in column_batches(texts, columns, _TEXTS):
                 rows = zip(*(batch[column] for column in columns), strict=True)
@@ -327,7 +325,7 @@ def build_token_table(
                     lengths.append(len(array))
                     file.write(array.tobytes())
                 require_known_ids(largest_id, vocabulary, tokenizer)
-                bar.update(len(contents))
+                progress.update(len(contents))
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # (n + 1,)
         np.save(folder / "offsets.npy", offsets, allow_pickle=False)
         return {"largest_id": largest_id}

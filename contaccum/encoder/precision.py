@@ -10,6 +10,7 @@ from contaccum.encoder.dual import DualEncoder
 from contaccum.errors import InputError
 from contaccum.runtime.launch import is_main
 from contaccum.runtime.processes import encoding_device, torch_dtype
+from contaccum.runtime.progress import announced
 
 SAMPLE = 64  # number of texts whose vectors decide
 AGREEMENT = 0.9999  # minimum cosine of the vectors of a text in half precision and in fp32
@@ -75,12 +76,13 @@ def _load(choice: EncoderConfig, precision: str) -> DualEncoder:
         name: getattr(choice, name)
         for name in (*ENCODER_SETTINGS, "truncate_dim", "trust_remote_code")
     }
-    return DualEncoder.load(
-        choice.model,
-        dtype=torch_dtype(precision),
-        device=encoding_device(choice.device),
-        **options,
-    )
+    with announced(f"loading the encoder {choice.model}"):
+        return DualEncoder.load(
+            choice.model,
+            dtype=torch_dtype(precision),
+            device=encoding_device(choice.device),
+            **options,
+        )
 
 
 def _encode(encoder: DualEncoder, kind: str, texts: Sequence[str]) -> np.ndarray:

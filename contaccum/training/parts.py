@@ -36,6 +36,7 @@ from contaccum.retrieval.encode import training_vectors
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import read_json
 from contaccum.runtime.processes import torch_dtype
+from contaccum.runtime.progress import announced
 from contaccum.training.automatic import choose_unpad
 
 _TOWER_SETTINGS = ("passage_name", "tie_towers")
@@ -120,7 +121,7 @@ def _load_encoder(
     options |= {
         each: getattr(config.model, each) for each in (*ENCODER_SETTINGS, "trust_remote_code")
     }
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), announced(f"loading the encoder {name}"):
         torch.manual_seed(config.seed)  # a new adapter has random weights
         encoder = DualEncoder.load(name, device=device, attention=config.model.attention, **options)
     if encoder.adapted and not config.lora.rank:
