@@ -38,7 +38,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "all weights, recomputed": RECOMPUTED,
     "LoRA": LORA,
     "LoRA, recomputed": LORA | RECOMPUTED,
-    "LoRA, base in 8 bits": LORA | {"model.quantize": "8bit"},
     "LoRA, base in 4 bits (QLoRA)": LORA | {"model.quantize": "4bit"},
     "QLoRA, recomputed": LORA | {"model.quantize": "4bit"} | RECOMPUTED,
 }

@@ -341,7 +341,7 @@ class Trainee:
     """Encoder with tied towers, its optimizer, and pairs; each call of ``update`` is one optimizer
     step.
 
-    compile: whether to compile the encoder. texts: queries and passages, truncated to ``lengths``.
+    texts: queries and passages, truncated to ``lengths``.
     Default: random texts of these lengths. replay_share: share of the texts that ``cont_cache`` and
     ``grad_cache`` encode a second time.
     """
@@ -356,7 +356,6 @@ class Trainee:
         dropout: float | None = None,
         rate: float = 1e-6,
         unpad: bool = False,
-        compile: bool = False,
         texts: tuple[list[str], list[str]] | None = None,
         lengths: tuple[int, int] = (QUERY_TOKENS, PASSAGE_TOKENS),
         replay_share: float = 1.0,
@@ -377,8 +376,6 @@ class Trainee:
             self.encoder.set_dropout(dropout)
         if unpad:
             self.encoder.set_attention("auto", unpad)
-        if compile:
-            self.encoder.compile_backbones()
         self.encoder.train()
         optimizer = torch.optim.AdamW(self.encoder.parameters(), lr=rate, fused=True)
         self.engine.prepare(self.encoder, optimizer)

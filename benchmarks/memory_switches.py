@@ -27,7 +27,6 @@ ROWS: dict[str, dict[str, object]] = {
     "unpadded, bf16": {"model.unpad": True, "run.precision": "bf16"},
     "8-bit AdamW": {"optim.name": "adamw_8bit"},
     "TF32": {"run.tf32": True},
-    "compiled": {"run.compile": "default"},
     "flash_attention_2, bf16": {"model.attention": "flash_attention_2", "run.precision": "bf16"},
 }
 
@@ -69,7 +68,6 @@ def run_row(
     model: str, device: str, length: int, steps: int, changes: dict[str, object]
 ) -> dict[str, object]:
     """Measure one row in this process."""
-    import torch
 
     from contaccum.config import TrainConfig, validate
     from contaccum.encoder import DualEncoder
@@ -83,8 +81,6 @@ def run_row(
         group, field = name.split(".")
         setattr(getattr(config, group), field, value)
     validate(config)
-    if config.run.compile == "default" and not torch.cuda.is_available():
-        raise ValueError("compiling takes minutes on a CPU and gains nothing there")
     engine = Engine(device=device, precision=config.run.precision, tf32=config.run.tf32)
     try:
         if config.run.tf32 and engine.device.type != "cuda":

@@ -84,9 +84,6 @@ def arguments() -> argparse.Namespace:
         help="most tokens in a micro-batch, packed without padding (model.unpad); instead of B",
     )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--compile", action="store_true", help="compile the encoder, as run.compile"
-    )
     add_real_texts(parser)
     args = parser.parse_args()
     if args.quick:
@@ -103,7 +100,6 @@ def main() -> None:
         args.precision,
         args.pairs,
         args.micro,
-        compile=args.compile,
         unpad=args.tokens is not None,
         **texts_of_training(args),
     )
@@ -160,8 +156,8 @@ def main() -> None:
         "peak over grad_accum ÷ bank",
     ]  # fmt: skip
     intro = (
-        f"{about_texts(args)}; N = {args.pairs}, {cut}, {args.precision}, compile "
-        f"{args.compile}, {args.repeats} rounds, interleaved; median (smallest to largest). "
+        f"{about_texts(args)}; N = {args.pairs}, {cut}, {args.precision}, "
+        f"{args.repeats} rounds, interleaved; median (smallest to largest). "
         "Targets: `cont_accum` ÷ `grad_accum` at most 1.03 at M = 1,024, 1.05 at 16,384, 1.15 at "
         "131,072; "
         '`grad_cache` ÷ `grad_accum` at most 1.36; peak beyond `grad_accum`\'s ("over") at most '

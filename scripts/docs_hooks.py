@@ -40,7 +40,7 @@ def command_reference() -> str:
             f"    {command.usage % {'prog': f'contaccum {name}'}}",
             *([f"Example: `{command.example}`"] if command.example else []),
         ]
-        for kind in command.kinds():
+        for kind in command.kinds:
             if kind is not TrainConfig:
                 text += tables(kind, command)
         if name == "train":

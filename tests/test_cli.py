@@ -239,7 +239,7 @@ def test_every_option_has_a_help_text(name, capsys):
     assert main([*name.split(), "--help", "all"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert " ".join(command.description.split()) in text
-    texts = {key: value for kind in command.kinds() for key, value in help_texts(kind).items()}
+    texts = {key: value for kind in command.kinds for key, value in help_texts(kind).items()}
     assert command.settings().keys() <= texts.keys()
     assert not [key for key, value in texts.items() if not value.endswith((".", ".)"))]
 

@@ -75,10 +75,12 @@ def test_terminal_without_utf8_ends_with_the_exit_code(data):
     assert shell(f"{CALL} data fetch é.jsonl > out", data, **environment) == ([0], "")
 
 
-@pytest.mark.parametrize("closed", [">&- 2>&- <&-", "2> /dev/full"])
-def test_command_works_with_closed_streams(closed, data):
+def test_command_works_without_a_place_for_messages(data):
     sample = Path(__file__).parent.parent / "data" / "sample"
-    assert shell(f"{CALL} data convert {sample} pairs.jsonl --to jsonl {closed}", data) == ([0], "")
+    assert shell(f"{CALL} data convert {sample} pairs.jsonl --to jsonl 2> /dev/full", data) == (
+        [0],
+        "",
+    )
     assert (data / "pairs.jsonl").stat().st_size > 0
 
 

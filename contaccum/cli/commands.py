@@ -1,7 +1,5 @@
 """Declare every command: its help texts, its options, and the library function that it calls."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
@@ -9,25 +7,29 @@ import sys
 import time
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from contaccum.cli.parser import Command
-from contaccum.config import with_changes
+from contaccum.config import DataPolicy, EncoderConfig, TrainConfig, validate, with_changes
+from contaccum.config.commands import (
+    CheckConfig,
+    ConvertConfig,
+    DemoConfig,
+    EncodeConfig,
+    EvaluateConfig,
+    FetchConfig,
+    MergeConfig,
+    MineConfig,
+    MineFilesConfig,
+    PushConfig,
+    QueryConfig,
+    SearchConfig,
+)
+from contaccum.config.experiments import AutoConfig, CompareConfig, PlanConfig, ReportConfig
 from contaccum.errors import InputError
 from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.launch import is_main, process_place
 from contaccum.runtime.progress import announced
-
-if TYPE_CHECKING:
-    from contaccum.config import TrainConfig, experiments
-    from contaccum.config import commands as options
-    from contaccum.config.commands import (
-        DataPolicy,
-        EncoderConfig,
-        MineConfig,
-        MineFilesConfig,
-        SearchConfig,
-    )
 
 LIBRARIES = "loading PyTorch and other libraries"
 
@@ -38,8 +40,6 @@ def _line_width() -> int:
 
 
 def _train(config: TrainConfig) -> None:
-    from contaccum.config import validate
-
     # before torch is imported; train() prints the warnings
     validate(config, process_place()[1], warn=False)
     with announced(LIBRARIES):
@@ -52,7 +52,7 @@ def _train(config: TrainConfig) -> None:
         print("\n".join(next_steps(config, model)), file=sys.stderr)
 
 
-def _encode(job: options.EncodeConfig, encoder: EncoderConfig, policy: DataPolicy) -> None:
+def _encode(job: EncodeConfig, encoder: EncoderConfig, policy: DataPolicy) -> None:
     with announced(LIBRARIES):
         from contaccum.retrieval.encode import encode
 
@@ -61,7 +61,7 @@ def _encode(job: options.EncodeConfig, encoder: EncoderConfig, policy: DataPolic
 
 
 def _search(
-    task: options.QueryConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy
+    task: QueryConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy
 ) -> object:
     with announced(LIBRARIES):
         from contaccum.retrieval.retriever import look, search, words_of
@@ -71,28 +71,11 @@ def _search(
     task.check()
     k = (100 if task.output else 10) if task.k is None else task.k
     with joined(encoder.timeout_minutes) as group:
+        shared: dict[str, Any] = {"k": k, "settings": settings, "policy": policy, "group": group}
         if task.query is None:
-            search(
-                encoder,
-                task.data,
-                split=task.split,
-                k=k,
-                output=task.output,
-                settings=settings,
-                policy=policy,
-                group=group,
-            )
+            search(encoder, task.data, split=task.split, output=task.output, **shared)
             return task.output
-        passages = look(
-            encoder,
-            task.data,
-            task.query,
-            split=task.split,
-            k=k,
-            settings=settings,
-            policy=policy,
-            group=group,
-        )
+        passages = look(encoder, task.data, task.query, split=task.split, **shared)
     if task.json:
         return "\n".join(
             json.dumps({"rank": rank, **passage._asdict()}, ensure_ascii=False)
@@ -107,7 +90,7 @@ def _search(
 
 
 def _evaluate(
-    task: options.EvaluateConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy
+    task: EvaluateConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy
 ) -> str:
     with announced(LIBRARIES):
         from contaccum.evaluation.answers import evaluate_questions
@@ -120,51 +103,28 @@ def _evaluate(
     if task.run is not None:
         return _evaluate_run_file(task, policy)
     with joined(encoder.timeout_minutes) as group:
+        shared: dict[str, Any] = {
+            "k": task.k,
+            "settings": settings,
+            "policy": policy,
+            "output": task.output,
+            "group": group,
+        }
         if task.questions is not None:
-            accuracy = evaluate_questions(
-                encoder,
-                task.questions,
-                str(task.passages),
-                k=task.k,
-                match=task.match,
-                settings=settings,
-                policy=policy,
-                output=task.output,
-                group=group,
+            passages = str(task.passages)
+            return render_metrics(
+                evaluate_questions(encoder, task.questions, passages, match=task.match, **shared)
             )
-            return render_metrics(accuracy)
+        shared |= {"relevance_level": task.relevance_level, "evaluator": task.evaluator}
         data = str(task.data)
         sets = benchmark_sets(data, task.split)
         if len(sets) > 1:
-            results = evaluate_benchmark(
-                encoder,
-                data,
-                task.split,
-                k=task.k,
-                relevance_level=task.relevance_level,
-                settings=settings,
-                policy=policy,
-                output=task.output,
-                group=group,
-                evaluator=task.evaluator,
-            )
-            return render_benchmark(results)
-        metrics = evaluate(
-            encoder,
-            sets[0].data if sets else data,  # "scifact," names one data set
-            task.split,
-            k=task.k,
-            relevance_level=task.relevance_level,
-            settings=settings,
-            policy=policy,
-            output=task.output,
-            group=group,
-            evaluator=task.evaluator,
-        )
-        return render_metrics(metrics, task.metric)
+            return render_benchmark(evaluate_benchmark(encoder, data, task.split, **shared))
+        data = sets[0].data if sets else data  # "scifact," names one data set
+        return render_metrics(evaluate(encoder, data, task.split, **shared), task.metric)
 
 
-def _evaluate_run_file(task: options.EvaluateConfig, policy: DataPolicy) -> str:
+def _evaluate_run_file(task: EvaluateConfig, policy: DataPolicy) -> str:
     from contaccum.evaluation.evaluate import evaluate_run_file
     from contaccum.evaluation.metrics import render_metrics, save_metrics
     from contaccum.evaluation.significance import compare, render_comparison
@@ -208,7 +168,7 @@ def _mine(
     )
 
 
-def _compare(options: experiments.CompareConfig, config: TrainConfig) -> object:
+def _compare(options: CompareConfig, config: TrainConfig) -> object:
     with announced(LIBRARIES):
         from contaccum.experiments.compare import compare
         from contaccum.experiments.study_report import summary
@@ -217,7 +177,7 @@ def _compare(options: experiments.CompareConfig, config: TrainConfig) -> object:
     return f"{summary(page.parent, _line_width())}\n\n{page}"
 
 
-def _auto(options: experiments.AutoConfig, config: TrainConfig) -> str:
+def _auto(options: AutoConfig, config: TrainConfig) -> str:
     began = time.monotonic()  # the imports count towards --time
     with announced(LIBRARIES):
         from contaccum.experiments.auto import run_auto
@@ -225,14 +185,14 @@ def _auto(options: experiments.AutoConfig, config: TrainConfig) -> str:
     return run_auto(partial(with_changes, config), options, began)
 
 
-def _plan(options: experiments.PlanConfig, config: TrainConfig) -> object:
+def _plan(options: PlanConfig, config: TrainConfig) -> object:
     with announced(LIBRARIES):
         from contaccum.experiments.plan import run_plan
 
     return run_plan(options, config)
 
 
-def _report(options: experiments.ReportConfig) -> object:
+def _report(options: ReportConfig) -> object:
     with announced(LIBRARIES):
         from contaccum.experiments.report import console_report
 
@@ -246,13 +206,13 @@ def _report(options: experiments.ReportConfig) -> object:
     )
 
 
-def _merge(model: options.MergeConfig) -> object:
+def _merge(model: MergeConfig) -> object:
     from contaccum.encoder import merge
 
     return merge(model.model, model.output, model.trust_remote_code)
 
 
-def _push(model: options.PushConfig) -> object:
+def _push(model: PushConfig) -> object:
     from contaccum.integrations.push import push
 
     return push(model.path, model.repository, model.private, model.licence, model.dry_run)
@@ -264,20 +224,20 @@ def _doctor() -> None:
     doctor(print)
 
 
-def _check(data: options.CheckConfig, policy: DataPolicy) -> str:
+def _check(data: CheckConfig, policy: DataPolicy) -> str:
     from contaccum.data.commands import check, render
 
     return render(check(data.path, data.split, policy))
 
 
-def _convert(data: options.ConvertConfig, policy: DataPolicy) -> str:
+def _convert(data: ConvertConfig, policy: DataPolicy) -> str:
     from contaccum.data.commands import convert
 
     convert(**asdict(data), policy=policy)
     return data.target
 
 
-def _fetch(data: options.FetchConfig) -> object:
+def _fetch(data: FetchConfig) -> object:
     from contaccum.catalog import fetch
 
     path = fetch(data.name, data.split)
@@ -288,7 +248,7 @@ def _fetch(data: options.FetchConfig) -> object:
     return path
 
 
-def _demo(demo: options.DemoConfig) -> str:
+def _demo(demo: DemoConfig) -> str:
     from contaccum.data.demo import write_demo
 
     return write_demo(demo.folder)
@@ -308,7 +268,7 @@ COMMANDS = {
         "(--model.tie_towers true). Settings come from config files, and options override them.",
         "%(prog)s --data.train DATA --output_dir DIR [--config FILE] [--model.name MODEL] "
         "[--GROUP.FIELD VALUE ...]",
-        "TrainConfig",
+        (TrainConfig,),
         group="train a model",
         example="contaccum train --config finetune --data.train MY_FOLDER --model.name MODEL "
         "--output_dir runs/mine",
@@ -331,7 +291,7 @@ COMMANDS = {
         "`contaccum train`.",
         "%(prog)s --data.train DATA --model.name MODEL --time 30m --output_dir DIR "
         "[--memory 8GB] [--dry_run] [options]",
-        "AutoConfig TrainConfig",
+        (AutoConfig, TrainConfig),
         hidden=("resume", "allow_changes"),
         group="train a model",
         example="contaccum auto --data.train MY_FOLDER --model.name MODEL --time 30m "
@@ -354,7 +314,7 @@ COMMANDS = {
         "the same text, never become negatives of this query.",
         "%(prog)s --model DIR|bm25 --data DATA --output FILE [--range_min N] [--relative_margin X] "
         "[options]",
-        "MineFilesConfig MineConfig EncoderConfig SearchConfig DataPolicy",
+        (MineFilesConfig, MineConfig, EncoderConfig, SearchConfig, DataPolicy),
         group="train a model",
         example="contaccum mine --model runs/mine/model --data MY_FOLDER --output mined.jsonl "
         "--relative_margin 0.05",
@@ -379,7 +339,7 @@ COMMANDS = {
         "a step. Accepts every setting of `contaccum train`.",
         "%(prog)s --config FILE [--method NAME | --methods all] [--memory 11GB] "
         "[--GROUP.FIELD VALUE ...]",
-        "PlanConfig TrainConfig",
+        (PlanConfig, TrainConfig),
         hidden=("resume",),
         group="train a model",
     ),
@@ -389,7 +349,7 @@ COMMANDS = {
         "Search a corpus for all queries of a split (writes a TREC run file), or for one query.",
         '%(prog)s --model DIR --data BEIR_DIR (--split test --output FILE | --query "TEXT") '
         "[options]",
-        "QueryConfig EncoderConfig SearchConfig DataPolicy",
+        (QueryConfig, EncoderConfig, SearchConfig, DataPolicy),
         skip=("strict",),
         group="use a model",
     ),
@@ -399,7 +359,7 @@ COMMANDS = {
         "Encode a corpus or queries into shards (.npy or Parquet) with a manifest. A restart "
         "encodes only the missing shards. Several processes (torchrun) share the work.",
         "%(prog)s --model DIR --input FILE_OR_BEIR_DIR --output DIR [options]",
-        "EncodeConfig EncoderConfig DataPolicy",
+        (EncodeConfig, EncoderConfig, DataPolicy),
         skip=("strict",),
         group="use a model",
     ),
@@ -410,7 +370,7 @@ COMMANDS = {
         "without adapters. The result computes the same vectors, up to rounding. The weights of a "
         "4- or 8-bit encoder become float32.",
         "%(prog)s MODEL OUTPUT",
-        "MergeConfig",
+        (MergeConfig,),
         group="use a model",
     ),
     "push": Command(
@@ -420,7 +380,7 @@ COMMANDS = {
         "Hugging Face Hub. An existing card is kept, so you can edit the card after a dry run. Set "
         "the token in HF_TOKEN, or run `hf auth login`.",
         "%(prog)s MODEL_OR_RUN OWNER/NAME [--private] [--licence NAME] [--dry_run]",
-        "PushConfig",
+        (PushConfig,),
         group="use a model",
     ),
     "evaluate": Command(
@@ -431,7 +391,7 @@ COMMANDS = {
         "(beir, nanobeir, or A,B), print a table with their mean.",
         "%(prog)s (--model DIR (--data DIR_OR_NAME | --questions FILE --passages FILE) | --run "
         "FILE --qrels FILE) [options]",
-        "EvaluateConfig EncoderConfig SearchConfig DataPolicy",
+        (EvaluateConfig, EncoderConfig, SearchConfig, DataPolicy),
         group="measure and compare",
     ),
     "compare": Command(
@@ -445,7 +405,7 @@ COMMANDS = {
         "every setting of `contaccum train`.",
         "%(prog)s --config FILE --methods a,b,c [--budget 200000f] [--tune GROUP.FIELD=v1,v2 ...] "
         "--output_dir DIR [options]",
-        "CompareConfig TrainConfig",
+        (CompareConfig, TrainConfig),
         hidden=("resume",),
         group="measure and compare",
         example="contaccum compare --config finetune --methods grad_cache,cont_accum "
@@ -471,7 +431,7 @@ COMMANDS = {
         "differ, metric, step time, peak memory, gradient-norm ratio and number of negatives. "
         "--wide adds more columns, and --against adds significance tests.",
         "%(prog)s RUN [RUN ...] [--metric NAME] [--against RUN] [--html FILE] [--wide]",
-        "ReportConfig",
+        (ReportConfig,),
         group="measure and compare",
     ),
     "doctor": Command(
@@ -487,7 +447,7 @@ COMMANDS = {
         "validate a data set and print its statistics",
         "Validate a data set and print its statistics.",
         "%(prog)s PATH [--split NAME] [--strict] [--repair]",
-        "CheckConfig DataPolicy",
+        (CheckConfig, DataPolicy),
     ),
     "data convert": Command(
         _convert,
@@ -495,7 +455,7 @@ COMMANDS = {
         "Write a data set in another format.",
         "%(prog)s SOURCE TARGET --to {beir,dpr,jsonl,tevatron} [--split NAME] "
         "[--splits 0.8,0.1,0.1]",
-        "ConvertConfig DataPolicy",
+        (ConvertConfig, DataPolicy),
     ),
     "data fetch": Command(
         _fetch,
@@ -503,7 +463,7 @@ COMMANDS = {
         "Download a data set, unless the cache has it, and print the path. Other commands accept "
         "the name of a data set too.",
         "%(prog)s NAME [--split NAME]",
-        "FetchConfig",
+        (FetchConfig,),
     ),
     "data demo": Command(
         _demo,
@@ -512,7 +472,7 @@ COMMANDS = {
         "query is the summary of a docstring, and the rest of this docstring is its only relevant "
         "passage. Nothing is downloaded. Equal versions of the packages give equal files.",
         "%(prog)s FOLDER",
-        "DemoConfig",
+        (DemoConfig,),
     ),
 }
 """Commands by name, in the order of `contaccum --help`."""

@@ -2,19 +2,18 @@
 
 import argparse
 import ast
-import difflib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from importlib import import_module
+from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import pairwise
 from typing import Any, NoReturn, get_origin
 
 from msgspec.inspect import UnionType, type_info
 
+from contaccum.config import TrainConfig
 from contaccum.config.declare import default_of
-from contaccum.config.load import choices, hint, load, range_of, settings_of
+from contaccum.config.load import choices, hint, is_group, load, range_of, settings_of
 from contaccum.errors import InputError
 
 TAGLINE = (
@@ -25,21 +24,18 @@ TAGLINE = (
 
 @dataclass(eq=False, repr=False)
 class Command:
-    """One command of the command line.
-
-    The option dataclasses are imported only when the command runs.
-    """
+    """One command of the command line."""
 
     run: Callable[..., Any]
-    """Function of the command. It is called with an instance of each dataclass in ``options``, in
+    """Function of the command. It is called with an instance of each dataclass in ``kinds``, in
     order. The value that it returns is printed."""
     summary: str
     """Short text for `contaccum --help`."""
     description: str
     usage: str
-    options: str = ""
-    """Names of the dataclasses whose fields are options of the command. If two of them have a field
-    with the same name, there is one option, declared by the first, and both get its value."""
+    kinds: tuple[type, ...] = ()
+    """Dataclasses whose fields are options of the command. If two of them have a field with the
+    same name, there is one option, declared by the first, and both get its value."""
     group: str = "data and installation"
     """Heading of `contaccum --help` under which the command is listed."""
     skip: tuple[str, ...] = ()
@@ -56,39 +52,14 @@ class Command:
     @property
     def trains(self) -> bool:
         """Whether the command accepts every setting of a training run."""
-        return "TrainConfig" in self.options
-
-    def kinds(self) -> list[type]:
-        """Import the dataclasses named in ``options``."""
-        modules = ("contaccum.config", "contaccum.config.commands", "contaccum.config.experiments")
-        homes = [import_module(name) for name in modules] if self.options else []
-        return [
-            next(vars(home)[name] for home in homes if hasattr(home, name))
-            for name in self.options.split()
-        ]
+        return TrainConfig in self.kinds
 
     def settings(self) -> dict[str, Field]:
         """Return the options of the command: name, such as ``bank.size`` -> dataclass field."""
         found: dict[str, Field] = {}
-        for kind in self.kinds():
+        for kind in self.kinds:
             found = {**settings_of(kind), **found}
         return {name: declared for name, declared in found.items() if name not in self.skip}
-
-
-class HelpFormatter(argparse.HelpFormatter):
-    """Formatter that wraps only at spaces, so that URLs stay whole, and keeps examples."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32)
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n\n".join(
-            part if part.startswith(" ") else "\n".join(self._split_lines(part, width))
-            for part in text.split("\n\n")
-        )
 
 
 class Parser(argparse.ArgumentParser):
@@ -103,61 +74,57 @@ def command_parser(name: str, command: Command, everything: bool = True) -> Pars
 
     everything: False makes a parser for the short help, with the main options only.
     """
+    description = textwrap.fill(command.description, 80, break_on_hyphens=False)
+    if command.example:
+        description += f"\n\nexample:\n\n    {command.example}"
     parser = Parser(
         prog=f"contaccum {name}",
-        description=f"{command.description}\n\nexample:\n\n    {command.example}"
-        if command.example
-        else command.description,
+        description=description,
         usage=command.usage,
         allow_abbrev=False,
         add_help=False,
         argument_default=argparse.SUPPRESS,
-        formatter_class=HelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    kinds = command.kinds()
-    texts = {name: text for kind in reversed(kinds) for name, text in help_texts(kind).items()}
-    added = set(command.skip)
-
     settings = command.settings()
+    texts: dict[str, str] = {}
+    for kind in reversed(command.kinds):
+        texts |= help_texts(kind)
+    added = set()
 
-    def add(group: Any, names: Iterable[str]) -> None:
-        for option in names:
-            if option in added:
-                continue
-            added.add(option)
+    def add(title: str, options: Iterable[str]) -> None:
+        group = parser.add_argument_group(title)
+        for option in options:
             if option == "config":
                 group.add_argument("--config", action="append", metavar="FILE", help=CONFIG_HELP)
-                continue
-            if option == "print_config":
+            elif option == "print_config":
                 about = "Print the complete config and stop."
                 group.add_argument("--print_config", action="store_true", help=about)
-                continue
-            declared = settings[option]
-            text = _help(texts[option], declared, with_range=everything)
-            flag = option if declared.metadata.get("positional") else f"--{option}"
-            shown = argparse.SUPPRESS if option in command.hidden else text
-            group.add_argument(flag, help=shown, **_keywords(option, declared))
+            elif option in settings and option not in added:
+                declared = settings[option]
+                text = _help(texts[option], declared, with_range=everything)
+                flag = option if declared.metadata.get("positional") else f"--{option}"
+                shown = argparse.SUPPRESS if option in command.hidden else text
+                group.add_argument(flag, help=shown, **_keywords(option, declared))
+                added.add(option)
 
     if command.main and not everything:
         for heading, names in command.main.items():
-            add(parser.add_argument_group(heading), names)
+            add(heading, names)
         parser.epilog = f"`{parser.prog} --help all` shows all {len(settings)} settings."
         return parser
-    for kind in kinds:
-        if kind.__name__ != "TrainConfig":
-            # the option that must be given first, and those of a base class last
-            ordered = sorted(
-                fields(kind), key=lambda each: (not each.metadata.get("required"), each.kw_only)
-            )
-            add(parser.add_argument_group(_title(kind)), [each.name for each in ordered])
-    if command.trains:
-        run = parser.add_argument_group("settings of the run")
-        add(run, ["config", *(option for option in settings if "." not in option), "print_config"])
-        for declared in fields(next(kind for kind in kinds if kind.__name__ == "TrainConfig")):
-            if is_dataclass(declared.type):
-                group = parser.add_argument_group(f"{declared.name}: {_title(declared.type)}")
-                prefix = f"{declared.name}."
-                add(group, [option for option in settings if option.startswith(prefix)])
+    for kind in command.kinds:
+        own = settings_of(kind)
+        if kind is not TrainConfig:
+            # the option that must be given first
+            add(_title(kind), sorted(own, key=lambda each: not own[each].metadata.get("required")))
+            continue
+        names = [name for name in own if "." not in name]
+        add("settings of the run", ["config", *names, "print_config"])
+        for declared in filter(is_group, fields(TrainConfig)):
+            prefix = f"{declared.name}."
+            title = f"{declared.name}: {_title(declared.type)}"
+            add(title, [name for name in own if name.startswith(prefix)])
     return parser
 
 
@@ -221,7 +188,7 @@ def help_texts(kind: Any) -> dict[str, str]:
                 name, text = ast.unparse(line.target), ast.literal_eval(following.value)
                 found[name] = " ".join(text.split())
     for declared in fields(kind):
-        if is_dataclass(declared.type):
+        if is_group(declared):
             inner = help_texts(declared.type)
             found |= {f"{declared.name}.{name}": text for name, text in inner.items()}
     return found
@@ -238,29 +205,15 @@ def parse(name: str, command: Command, words: Sequence[str]) -> tuple[list[Any],
     for word in words:
         option = word.partition("=")[0].removeprefix("--")
         if word.startswith("--") and word != "--" and option not in known:
-            inner = [each for each in known if each.startswith(f"{option}.")]
-            if inner:
-                raise InputError(
-                    f"--{option} is a group of settings, expected one of them, such as --{inner[0]}"
-                )
             raise InputError(
                 f"--{option}: contaccum {name} has no such option{hint(option, known, '--')}"
             )
-    options, others = parser.parse_known_args(list(words))
+    options, others = parser.parse_known_args(words)
     if others:
-        before = words[words.index(others[0]) - 1] if words.index(others[0]) else ""
-        declared = settings.get(before.removeprefix("--"))
-        if declared and declared.metadata.get("flag") and "." not in before:
-            raise InputError(f"{before} takes no value, but got {others[0]!r}")
         parser.error(f"unexpected argument {others[0]!r}")
     given = vars(options)
     files, print_config = given.pop("config", ()), given.pop("print_config", False)
-    return load(command.kinds(), files, given), print_config
-
-
-def help_of_command(name: str, command: Command, everything: bool) -> str:
-    """Return the help text of a command. everything: all options, not only the main ones."""
-    return command_parser(name, command, everything).format_help()
+    return load(command.kinds, files, given), print_config
 
 
 def overview(commands: Mapping[str, Command], group: str = "") -> str:
@@ -268,25 +221,14 @@ def overview(commands: Mapping[str, Command], group: str = "") -> str:
     prog = f"contaccum {group}".strip()
     lines = [f"usage: {prog} [--help] [--debug] COMMAND ...", ""]
     lines.append("Check, convert and make data sets." if group else TAGLINE)
-    shown = {
-        name: command
-        for name, command in commands.items()
-        if name.startswith(f"{group} " if group else "")
-    }
+    prefix = f"{group} " if group else ""
+    shown = {name: command for name, command in commands.items() if name.startswith(prefix)}
     for heading in dict.fromkeys(command.group for command in shown.values()):
         lines += ["", f"{heading}:"]
-        lines += [
-            f"  {name.removeprefix(f'{group} '):<14}{command.summary}"
-            for name, command in shown.items()
-            if command.group == heading
-        ]
+        for name, command in shown.items():
+            if command.group == heading:
+                lines.append(f"  {name.removeprefix(prefix):<14}{command.summary}")
     lines += ["", f"`{prog} COMMAND --help` shows the options of a command."]
     if not group:
         lines.append("`contaccum --version` shows the version.")
     return "\n".join(lines)
-
-
-def closest_command(commands: Mapping[str, Command], name: str) -> str:
-    """Return the end of an error message about an unknown command."""
-    near = difflib.get_close_matches(name, commands, n=1, cutoff=0.6)
-    return f"did you mean contaccum {near[0]}?" if near else "contaccum --help lists the commands"

@@ -152,31 +152,17 @@ class TrainConfig:
         """Yield a sentence for each combination of settings that ``world`` processes cannot use."""
         if not self.output_dir:
             yield "output_dir is not set, expected a path"
-        for group in (
-            self.model,
-            self.lora,
-            self.data,
-            self.batch,
-            self.bank,
-            self.loss,
-            self.optim,
-            self.run,
-        ):
+        for group in (self.model, self.lora, self.data, self.batch, self.bank, self.loss, self.run):
             yield from group.conflicts(self, world)
 
     def unused(self) -> Iterator[str]:
         """Yield a sentence for each setting that was changed but has no effect."""
-        for group in (
-            self.model,
-            self.lora,
-            self.data,
-            self.batch,
-            self.bank,
-            self.replay,
-            self.optim,
-            self.run,
-        ):
-            yield from group.unused(self)
+        if self.lora.rank == 0 and self.lora != AdapterConfig():
+            yield "the settings of lora have no effect with lora.rank 0"
+        if self.replay.share < 1 and not self.spec.two_pass:
+            yield f"replay.share has no effect with method {self.method}"
+        if self.run.early_stopping and self.data.dev is None:
+            yield "run.early_stopping has no effect without data.dev"
 
 
 @cache

@@ -122,11 +122,11 @@ class ModelConfig(EncodingConfig):
     """Skip padding tokens. The texts of a micro-batch are concatenated, and attention stays within
     each text. This works with BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, ELECTRA,
     EuroBERT, ModernBERT, Llama, Mistral, Qwen2 and Qwen3. `auto`
-    means true with these encoders on CUDA or a CPU, unless `model.attention` is eager or sdpa or
-    `run.compile` is set. The dev set is encoded in the same way."""
-    quantize: Literal["none", "4bit", "8bit"] = setting("none", resume="never")
-    """Quantize the frozen weights of the encoder. `4bit` is QLoRA, `8bit` is LLM.int8. Needs
-    `lora.rank` above 0 and the extra `bitsandbytes`."""
+    means true with these encoders on CUDA or a CPU, unless `model.attention` is eager or sdpa. The
+    dev set is encoded in the same way."""
+    quantize: Literal["none", "4bit"] = setting("none", resume="never")
+    """Quantize the frozen weights of the encoder. `4bit` is QLoRA. Needs `lora.rank` above 0 and
+    the extra `bitsandbytes`."""
     tiny_layers: PositiveInt = setting(2, resume="never")
     """Number of layers of the `tiny` encoder."""
     tiny_width: Annotated[int, Meta(ge=32, multiple_of=32)] = setting(128, resume="never")
@@ -135,31 +135,11 @@ class ModelConfig(EncodingConfig):
     """Maximum number of tokens in the vocabulary of the `tiny` encoder."""
 
     def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
-        if self.tie_towers and self.passage_name:
-            yield (
-                f"model.passage_name is {self.passage_name!r}, but model.tie_towers is true; leave "
-                "out one of the two settings"
-            )
-        if self.unpad is True and config.run.compile != "off":
-            yield (
-                f"run.compile is {config.run.compile}, but model.unpad is true, so batches vary in "
-                "size; set run.compile to off, or model.unpad to false"
-            )
-        if self.quantize != "none" and config.run.compile != "off":
-            yield (
-                f"run.compile is {config.run.compile}, but model.quantize is {self.quantize}; "
-                "run.compile does not support quantized weights. Set run.compile to off, or "
-                "model.quantize to none."
-            )
         if self.quantize != "none" and not config.lora.rank:
             yield (
                 f"model.quantize is {self.quantize}, but lora.rank is 0; set lora.rank, because "
                 "only adapters can be trained"
             )
-
-    def unused(self, config: "TrainConfig") -> Iterator[str]:
-        if self.unpad is True and self.attention in ("eager", "sdpa"):
-            yield "model.attention has no effect with model.unpad"
 
 
 @dataclass
@@ -196,11 +176,3 @@ class AdapterConfig:
                 "of an encoder. An adapter is saved without its encoder, so the random weights of "
                 "the encoder 'tiny' would be lost."
             )
-
-    def unused(self, config: "TrainConfig") -> Iterator[str]:
-        if self.rank == 0 and self.alpha is not None:
-            yield "lora.alpha has no effect with lora.rank 0"
-        if self.rank == 0 and self.dropout > 0:
-            yield "lora.dropout has no effect with lora.rank 0"
-        if self.rank == 0 and self.target_modules:
-            yield "lora.target_modules has no effect with lora.rank 0"

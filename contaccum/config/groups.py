@@ -15,7 +15,6 @@ from contaccum.config.declare import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Share,
     setting,
 )
 
@@ -104,40 +103,18 @@ class DataConfig(DataPolicy):
             yield f"data.train is {self.train!r}, but data.mixture is set too; use only one of them"
         if not self.mixture and not self.train:
             yield "data.train is not set; give a path or the name of a data set"
-        for number, each in enumerate(self.mixture):
-            if not each.train:
-                yield (
-                    f"data.mixture[{number}].train is not set; give a path or the name of a data "
-                    "set"
-                )
         if len({each.weight is None for each in self.mixture}) > 1:
             yield (
                 "data.mixture: some sets have a weight and some do not; give a weight to all sets "
                 "or to none"
             )
-        separate = [
-            number for number, each in enumerate(self.mixture) if not each.in_batch_negatives
-        ]
-        if separate and not self.hard_negatives:
+        alone = [number for number, each in enumerate(self.mixture) if not each.in_batch_negatives]
+        if alone and (self.hard_negatives == 0 or self.fill_negatives == "random"):
             yield (
-                f"data.mixture[{separate[0]}].in_batch_negatives is false, but data.hard_negatives "
-                "is 0, so this data set has no negatives; set data.hard_negatives to at least 1"
+                f"data.mixture[{alone[0]}].in_batch_negatives is false, so this data set needs "
+                "data.hard_negatives of at least 1, and data.fill_negatives none, because random "
+                "negatives are passages of other examples"
             )
-        if separate and self.fill_negatives == "random":
-            yield (
-                f"data.mixture[{separate[0]}].in_batch_negatives is false, but data.fill_negatives "
-                "is random, which adds passages of other examples; set data.fill_negatives to none"
-            )
-        if separate and len(separate) == len(self.mixture) and config.bank_size():
-            yield (
-                "data.mixture: in_batch_negatives is false for all sets, so the bank of "
-                f"{config.method} would have no effect; use a method without a bank, or set "
-                "bank.size to 0"
-            )
-
-    def unused(self, config: "TrainConfig") -> Iterator[str]:
-        if self.mixture and self.split != DataConfig.split:
-            yield "data.split has no effect with data.mixture"
 
 
 @dataclass
@@ -165,12 +142,6 @@ class BatchConfig:
     query is compared with passages of similar length. Default: see `micro_batch_size`."""
     order: Literal["shuffled", "file"] = "shuffled"
     """Order of the examples: random in each epoch (shuffled), or as in the training data (file)."""
-    on_out_of_memory: Literal["shrink", "stop"] = setting("shrink", resume="free")
-    """What to do if a step runs out of memory. `shrink` repeats the step with micro-batches of half
-    the size and keeps this size. `stop` ends the run, and a run with several processes always ends.
-    The global batch size does not change. With `grad_cache` and `cont_cache`, the gradients do not
-    change either. On a CPU, set a memory limit (ulimit -v). Without a limit, the operating system
-    kills the process."""
 
     def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
         pairs = 1
@@ -182,26 +153,18 @@ class BatchConfig:
                 divisor = f"batch.micro_batch_size {pairs} x {divisor} = {pairs * world}"
             yield f"batch.global_batch_size {self.global_batch_size} is not divisible by {divisor}"
 
-    def unused(self, config: "TrainConfig") -> Iterator[str]:
-        if config.spec.whole and self.micro_batch_tokens is not None:
-            yield f"batch.micro_batch_tokens has no effect with method {config.method}"
-        if self.micro_batch_tokens and self.micro_batch_size != BatchConfig.micro_batch_size:
-            yield "batch.micro_batch_size has no effect with batch.micro_batch_tokens"
-
 
 @dataclass
 class BankConfig:
     """Memory bank of past embeddings, for methods that have a bank."""
 
     size: NonNegativeInt | None = None
-    """Number of past pairs kept in the bank (M). If `bank.hard_negatives` is true, the bank also
-    stores the hard negatives of these pairs. The method `passage_bank` stores no queries. 0
-    disables the bank. Default: the pairs of one step (`batch.global_batch_size`)."""
+    """Number of past pairs kept in the bank (M), with their hard negatives. The method
+    `passage_bank` stores no queries. 0 disables the bank. Default: the pairs of one step
+    (`batch.global_batch_size`)."""
     row_weight: Literal["all", "current"] = "all"
     """Denominator of the mean loss: the number of current and stored queries (all), or of current
     queries only (current)."""
-    hard_negatives: bool = True
-    """Store hard negatives in the bank too. They are additional columns of the loss."""
     keep: bool = True
     """Keep the bank after an optimizer step. If false, the bank is emptied after each step."""
     warmup_steps: NonNegativeInt = 0
@@ -219,14 +182,6 @@ class BankConfig:
                 f"or at least {push}"
             )
 
-    def unused(self, config: "TrainConfig") -> Iterator[str]:
-        # comparisons also run methods without a bank
-        if config.bank_size() and not self.keep and config.spec.pushes_whole_step:
-            yield (
-                "With bank.keep=false, the bank is emptied before its rows are used, so the bank "
-                "has no effect."
-            )
-
 
 @dataclass
 class ReplayConfig:
@@ -237,10 +192,6 @@ class ReplayConfig:
     preferred. The sampled gradients are weighted, and then shifted by one vector so that they have
     the same sum as the gradients of all texts. Below 1, a pair costs 1 + 3p forward passes, and the
     first pass has no dropout. With p = 1, the gradient is exact."""
-
-    def unused(self, config: "TrainConfig") -> Iterator[str]:
-        if self.share < 1 and not config.spec.two_pass:
-            yield f"replay.share has no effect with method {config.method}"
 
 
 @dataclass
@@ -253,18 +204,17 @@ class LossConfig:
     guide: str | None = setting(None, metavar="MODEL")
     """Encoder that finds false negatives: a folder or a name on the Hub. It may be the same encoder
     as in `model.name`. The guide scores the positive and the negatives (in-batch, hard and from the
-    bank) of each query. A negative is masked if its score is above the score of the positive minus
-    `guide_margin`. The guide encodes all training queries and passages once. Its vectors are kept
-    in the cache, in float16. Default: no guide."""
-    guide_margin: float = 0.0
-    """Margin for `guide`, see `margin_strategy`. A larger margin masks more negatives."""
+    bank) of each query, and `false_negative_margin` (then 0 by default) compares its scores. The
+    guide encodes all training queries and passages once. Its vectors are kept in the cache, in
+    float16. Default: no guide."""
     false_negative_margin: float | None = None
     """Mask a negative if its score is above the positive's score minus this margin, see
-    `margin_strategy`. The scores are the similarities that the model computes in training, not
-    divided by `model.temperature`. Default: no such mask."""
+    `margin_strategy`. A larger margin masks more negatives. The scores are those of `guide`.
+    Without a guide, they are the similarities that the model computes in training, not divided by
+    `model.temperature`. Default: no such mask without a guide."""
     margin_strategy: Literal["absolute", "relative"] = "absolute"
-    """Meaning of `guide_margin` and `false_negative_margin`: a difference of scores (absolute), or
-    a share of the positive's score (relative, from 0 to 1)."""
+    """Meaning of `false_negative_margin`: a difference of scores (absolute), or a share of the
+    positive's score (relative, from 0 to 1)."""
     matryoshka_dims: list[PositiveInt] = setting(factory=list)
     """Widths to which vectors may be truncated after training, such as [256, 128, 64]. The loss at
     each width is added to the loss of the full vectors. With cosine, truncated vectors are scaled
@@ -282,11 +232,6 @@ class LossConfig:
     teacher_temperature: PositiveFloat = 1.0
     """Number by which the scores of the teacher are divided."""
 
-    @property
-    def margin(self) -> float | None:
-        """Margin of the rule that masks false negatives by score. None: this rule is not used."""
-        return self.guide_margin if self.guide is not None else self.false_negative_margin
-
     def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
         dims, weights = len(self.matryoshka_dims), len(self.matryoshka_weights)
         if weights and weights != dims:
@@ -294,15 +239,10 @@ class LossConfig:
                 f"loss.matryoshka_weights has {weights} numbers, expected {dims}: one per width in "
                 "matryoshka_dims"
             )
-        if self.guide is not None and self.false_negative_margin is not None:
+        margin = self.false_negative_margin or 0.0
+        if self.margin_strategy == "relative" and not 0 <= margin <= 1:
             yield (
-                "loss.guide and loss.false_negative_margin are both set; set only one (a guide's "
-                "margin is loss.guide_margin)"
-            )
-        if self.margin_strategy == "relative" and not 0 <= (self.margin or 0.0) <= 1:
-            name = "guide_margin" if self.guide is not None else "false_negative_margin"
-            yield (
-                f"loss.{name} is {self.margin}, expected a number from 0 to 1, because "
+                f"loss.false_negative_margin is {margin}, expected a number from 0 to 1, because "
                 "loss.margin_strategy is relative"
             )
         if self.distillation != "none" and not config.data.hard_negatives:
@@ -327,12 +267,9 @@ class OptimConfig:
     ignored."""
     max_steps: PositiveInt | None = None
     """Total number of optimizer steps. Default: as many as `epochs` needs."""
-    warmup_steps: NonNegativeInt | None = None
-    """Number of steps in which the learning rate rises from 0 to its maximum. Default: computed
-    from `warmup_ratio`, else 0."""
-    warmup_ratio: Share | None = None
-    """Share of all steps in which the learning rate rises from 0 to its maximum. Default: use
-    `warmup_steps`."""
+    warmup_steps: NonNegativeInt | NonNegativeFloat = 0
+    """Number of steps in which the learning rate rises from 0 to its maximum. Below 1: share of all
+    steps."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """Learning rate after the warm-up: it falls to 0 (linear, cosine), or stays at its maximum
     (constant)."""
@@ -346,11 +283,3 @@ class OptimConfig:
     """Decay rate of the second moment of AdamW."""
     adam_eps: PositiveFloat = 1e-8
     """Epsilon of AdamW."""
-
-    def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
-        if self.warmup_steps is not None and self.warmup_ratio is not None:
-            yield "optim.warmup_steps and optim.warmup_ratio are both given; use only one of them"
-
-    def unused(self, config: "TrainConfig") -> Iterator[str]:
-        if self.max_steps is not None and self.epochs != OptimConfig.epochs:
-            yield "optim.epochs has no effect with optim.max_steps"

@@ -3,15 +3,12 @@
 Every error names the file and line or the option, what was found, and what is allowed.
 """
 
-import copy
 import difflib
-import math
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import Field, fields, is_dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import Field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
@@ -53,16 +50,11 @@ def load(
     Raises InputError for a file that is not YAML, an unknown setting, or a value that is not
     allowed.
     """
-    known = {
-        name: declared for kind in reversed(kinds) for name, declared in settings_of(kind).items()
-    }
+    known: dict[str, Field] = {}
+    for kind in reversed(kinds):
+        known |= settings_of(kind)
     sources = [read_config_file(config_path(file)) for file in files]
-    sources.append(
-        {
-            name: Given(_option_value(known, name, text), f"--{name}")
-            for name, text in (options or {}).items()
-        }
-    )
+    sources.append(_from_texts(known, options or {}, "--"))
     given: dict[str, Given] = {}
     for source in sources:
         # A share below 1 makes grad_cache another method, so the share of a config is not carried
@@ -82,13 +74,13 @@ def load(
     return [_build(kind, given) for kind in kinds]
 
 
-def settings_of(kind: type) -> dict[str, Field]:
+def settings_of(kind: Any) -> dict[str, Field]:
     """Return the settings of a dataclass: name, such as ``seed`` or ``bank.size`` -> field."""
     found: dict[str, Field] = {}
     # A dataclass lists the fields of its base classes first. Base classes here are kw_only, which
     # puts them last.
     for declared in sorted(fields(kind), key=lambda each: bool(each.kw_only)):
-        if isinstance(declared.type, type) and is_dataclass(declared.type):
+        if is_group(declared):
             inner = settings_of(declared.type)
             found |= {f"{declared.name}.{name}": each for name, each in inner.items()}
         else:
@@ -96,51 +88,55 @@ def settings_of(kind: type) -> dict[str, Field]:
     return found
 
 
-def _build(kind: type[Options], given: Mapping[str, Given], prefix: str = "") -> Options:
-    """Return an instance of a dataclass. prefix: group of its settings, and a dot."""
+def is_group(declared: Field) -> bool:
+    """Return whether a field is a group of settings, such as ``bank``."""
+    return isinstance(declared.type, type) and is_dataclass(declared.type)
+
+
+def _build(kind: Any, given: Mapping[str, Given], prefix: str = "", base: Any | None = None) -> Any:
+    """Return an instance of a dataclass.
+
+    prefix: group of its settings, and a dot. base: instance with the values that are not given.
+    Default: the defaults.
+    """
     values: dict[str, Any] = {}
-    for declared in fields(kind):  # type: ignore[arg-type]
+    for declared in fields(kind):
         name = prefix + declared.name
-        if isinstance(declared.type, type) and is_dataclass(declared.type):
-            values[declared.name] = _build(declared.type, given, f"{name}.")
+        if is_group(declared):
+            group = base and getattr(base, declared.name)
+            values[declared.name] = _build(declared.type, given, f"{name}.", group)
         elif name in given:
-            values[declared.name] = _read(declared, *given[name])
-    return kind(**values)
+            values[declared.name] = _with_home(declared, converted(declared.type, *given[name]))
+    return replace(base, **values) if base else kind(**values)
 
 
-def _read(declared: Field, value: Any, where: str) -> Any:
-    """Return the value of a setting as its type. In a path, ``~`` is the home folder."""
-    value = converted(declared.type, value, where)
-    metadata = declared.metadata
-    if metadata.get("positional") or metadata.get("metavar") in PATHS:
+def _with_home(declared: Field, value: Any) -> Any:
+    """Replace ``~`` at the start of a path by the home folder."""
+    if declared.metadata.get("positional") or declared.metadata.get("metavar") in PATHS:
         if isinstance(value, str):
-            return with_home(value)
+            return os.path.expanduser(value)
         if isinstance(value, tuple):
-            return tuple(map(with_home, value))
+            return tuple(map(os.path.expanduser, value))
     return value
 
 
-def with_home(path: str) -> str:
-    """Replace ``~`` at the start of a path, of a ``hub:`` folder, and of each path in a list."""
-    if os.path.lexists(path):
-        return path
-    return re.sub(r"(?<![^,])(hub:)?(~[^/,:?]*)", _expanded, path)
-
-
-def _expanded(found: re.Match) -> str:
-    return (found[1] or "") + os.path.expanduser(found[2])
-
-
-def from_mapping(kind: type[Options], values: Mapping[str, Any]) -> Options:
-    """Build a dataclass from nested mappings, the inverse of ``asdict``."""
-    given: dict[str, Given] = {}
-    for name, value in values.items():
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert groups of settings into one mapping with names such as ``group.field``."""
+    settings: dict[str, Any] = {}
+    for key, value in values.items():
         if isinstance(value, Mapping):
-            given |= {
-                f"{name}.{key}": Given(inner, f"{name}.{key}") for key, inner in value.items()
-            }
+            settings |= {f"{key}.{name}": inner for name, inner in value.items()}
         else:
-            given[name] = Given(value, name)
+            settings[str(key)] = value
+    return settings
+
+
+def from_mapping(kind: type[Options], values: Mapping[str, Any], where: str = "") -> Options:
+    """Build a dataclass from nested mappings, the inverse of ``asdict``.
+
+    where: start of the error messages.
+    """
+    given = {name: Given(value, where + name) for name, value in flat(values).items()}
     refuse_unknown(given, settings_of(kind))
     return _build(kind, given)
 
@@ -150,17 +146,10 @@ def with_changes(config: Options, changes: Mapping[str, str]) -> Options:
 
     changes: name of a setting -> new value as text.
     """
-    changed, known = copy.deepcopy(config), settings_of(type(config))
-    given = {name: Given(_option_value(known, name, text), name) for name, text in changes.items()}
+    known = settings_of(type(config))
+    given = _from_texts(known, changes, "")
     refuse_unknown(given, known)
-    for name, (value, where) in given.items():
-        group, _, key = name.rpartition(".")
-        setattr(
-            getattr(changed, group) if group else changed,
-            key,
-            _read(known[name], value, where),
-        )
-    return changed
+    return _build(type(config), given, base=config)
 
 
 def check_values(options: Any, prefix: str = "") -> None:
@@ -170,16 +159,15 @@ def check_values(options: Any, prefix: str = "") -> None:
     """
     for declared in fields(options):
         name, value = prefix + declared.name, getattr(options, declared.name)
-        if isinstance(declared.type, type) and is_dataclass(declared.type):
-            if not isinstance(value, declared.type):
-                raise InputError(f"{name} is {shown(value)}, expected a {declared.type.__name__}")
+        if is_group(declared):
             check_values(value, f"{name}.")
         else:
             # the dataclass may be frozen
             object.__setattr__(options, declared.name, converted(declared.type, value, name))
-    for key in vars(options).keys() - {declared.name for declared in fields(options)}:
-        known = [prefix + name for name in settings_of(type(options))]
-        raise InputError(f"{prefix}{key}: no such setting{hint(prefix + key, known)}")
+    known = settings_of(type(options))
+    groups = {declared.name for declared in fields(options)}
+    for key in vars(options).keys() - groups:
+        raise InputError(f"{prefix}{key}: no such setting{hint(key, known, prefix)}")
 
 
 def refuse_unknown(given: Mapping[str, Given], known: Collection[str]) -> None:
@@ -217,25 +205,21 @@ def converted(kind: Any, value: Any, where: str) -> Any:
 
     where: name of the setting, after the place where the value was read.
     """
-    items = get_args(kind)[0] if get_origin(kind) is list else None
-    if is_dataclass(items) and isinstance(value, list):  # such as data.mixture
-        return [_item(items, item, f"{where}[{number}]") for number, item in enumerate(value)]
+    item = get_args(kind)[0] if get_origin(kind) is list else None
+    if is_dataclass(item) and isinstance(value, list):  # such as data.mixture
+        return [_item(item, each, f"{where}[{number}]") for number, each in enumerate(value)]
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     elif hasattr(value, "tolist"):  # a number or an array of NumPy or torch
         value = value.tolist()
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InputError(f"{where} is {value}, expected a finite number")
     try:
         return msgspec.convert(value, kind)
-    except msgspec.ValidationError:
-        number = number_type(kind)
-        right_type = type(value) is int or (
-            type(value) is float and isinstance(number, inspect.FloatType)
-        )
-        expected = range_of(kind) if number and right_type else described(kind)
+    except msgspec.ValidationError as error:
+        of_wrong_type = "got" in str(error)
+        expected = "" if of_wrong_type else range_of(kind)
         raise InputError(
-            f"{where} is {shown(value)}, expected {expected}{_value_hint(kind, value)}"
+            f"{where} is {shown(value)}, expected {expected or described(kind)}"
+            f"{_value_hint(kind, value)}"
         ) from None
 
 
@@ -243,61 +227,53 @@ def _item(kind: Any, item: Any, where: str) -> Any:
     if isinstance(item, kind):
         check_values(item, f"{where}.")
         return item
-    known = settings_of(kind)
     if not isinstance(item, dict):
-        raise InputError(f"{where} is {shown(item)}, expected a mapping with {', '.join(known)}")
-    given = {str(name): Given(value, f"{where}.{name}") for name, value in item.items()}
-    refuse_unknown(given, known)
-    return _build(kind, given)
+        known = ", ".join(settings_of(kind))
+        raise InputError(f"{where} is {shown(item)}, expected a mapping with {known}")
+    return from_mapping(kind, item, f"{where}.")
 
 
 def shown(value: Any) -> str:
     """Return a value as an error message shows it: ``'text'``, ``true``, ``null``, ``a list``."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, int | float):
-        return f"{value:g}" if abs(value) > 10**20 else str(value)
-    if isinstance(value, str):
-        return repr(value[:100])
-    if isinstance(value, list | tuple) and all(
-        isinstance(each, str | int | float) for each in value
-    ):
-        return repr(list(value))[:100]
-    if isinstance(value, list | tuple):
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a mapping"
+    # aliases in YAML can make a short file a list of more items than fit into memory
+    if isinstance(value, list) and any(isinstance(each, list | dict) for each in value):
         return "a list"
-    return "a mapping" if isinstance(value, dict) else repr(value)[:100]
+    return repr(value)[:100]
+
+
+_WORDS: dict[type, str] = {
+    inspect.BoolType: "true or false",
+    inspect.StrType: "text",
+    inspect.IntType: "a whole number",
+    inspect.FloatType: "a number",
+    inspect.NoneType: "null",
+}
+_ITEMS: dict[type, str] = {
+    inspect.DataclassType: "mappings",
+    inspect.StrType: "texts",
+    inspect.IntType: "whole numbers above 0",
+    inspect.FloatType: "numbers above 0",
+}
 
 
 def described(kind: Any) -> str:
     """Describe the values that a type allows, such as ``a whole number (at least 0), or null``."""
-    info = inspect.type_info(kind)
-    allowed = f" ({range_of(kind)})" if range_of(kind) else ""
     words = []
-    for each in info.types if isinstance(info, inspect.UnionType) else (info,):
+    for each in _alternatives(kind):
         if isinstance(each, inspect.LiteralType):
             words.append(f"one of {', '.join(choices(kind))}")
-        elif isinstance(each, inspect.BoolType):
-            words.append("true or false")
-        elif isinstance(each, inspect.StrType):
-            words.append("text")
-        elif isinstance(each, inspect.IntType):
-            words.append(f"a whole number{allowed}")
-        elif isinstance(each, inspect.FloatType):
-            words.append(f"a number{allowed}")
         elif isinstance(each, inspect.ListType | inspect.VarTupleType):
-            item = each.item_type
-            if isinstance(item, inspect.DataclassType):
-                words.append(
-                    f"a list of mappings with {', '.join(each.name for each in item.fields)}"
-                )
-            elif isinstance(item, inspect.StrType):
-                words.append("a list of texts")
-            elif isinstance(item, inspect.FloatType):
-                words.append("a list of numbers above 0")
-            else:
-                words.append("a list of whole numbers above 0")
-        elif isinstance(each, inspect.NoneType):
-            words.append("null")
+            words.append(f"a list of {_ITEMS[type(each.item_type)]}")
+        elif isinstance(each, inspect.IntType | inspect.FloatType) and range_of(kind):
+            words.append(f"{_WORDS[type(each)]} ({range_of(kind)})")
+        else:
+            words.append(_WORDS[type(each)])
     return ", or ".join(words)
 
 
@@ -323,11 +299,15 @@ def number_type(kind: Any) -> inspect.IntType | inspect.FloatType | None:
 
     None: no number.
     """
-    info = inspect.type_info(kind)
-    for each in info.types if isinstance(info, inspect.UnionType) else (info,):
+    for each in _alternatives(kind):
         if isinstance(each, inspect.IntType | inspect.FloatType):
             return each
     return None
+
+
+def _alternatives(kind: Any) -> Sequence[inspect.Type]:
+    info = inspect.type_info(kind)
+    return info.types if isinstance(info, inspect.UnionType) else (info,)
 
 
 def choices(kind: Any) -> list[str]:
@@ -347,22 +327,31 @@ def _value_hint(kind: Any, value: Any) -> str:
 # The command line
 
 
-def _option_value(known: Mapping[str, Field], name: str, given: str | Sequence[str] | bool) -> Any:
+def _from_texts(
+    known: Mapping[str, Field], texts: Mapping[str, Any], prefix: str
+) -> dict[str, Given]:
+    """Return the settings that options give as texts. prefix: text before the names, or ``--``."""
+    given = {}
+    for name, text in texts.items():
+        is_text = isinstance(text, str) and name in known
+        given[name] = Given(_value(known[name], name, text) if is_text else text, prefix + name)
+    return given
+
+
+def _value(declared: Field, name: str, text: str) -> Any:
     """Return the value of an option. Text stays text; for other types, it is read as YAML."""
-    if not isinstance(given, str) or name not in known:
-        return given if isinstance(given, bool | str) else list(given)
-    kind = known[name].type
-    if kind == list[str] and re.fullmatch(r"[\w.-]+", given):
-        return [given]  # a single word needs no brackets
+    kind = declared.type
+    if kind == list[str] and re.fullmatch(r"[\w.-]+", text):
+        return [text]  # a single word needs no brackets
     if kind is str or (str in get_args(kind) and get_origin(kind) is not list):
         # in a config, null is no value; for a command, leaving out the option says that
-        return None if given == "null" and "." in name and kind is not str else given
+        return None if text == "null" and "." in name and kind is not str else text
     try:
-        value = _Loader(given).get_single_data()
+        value = _Loader(text).get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError):
-        return given
+        return text
     # also an empty text, as of --seed "$SEED" without SEED, and a comment would be no value in YAML
-    return given if value is None and given.strip() not in ("null", "~") else value
+    return text if value is None and text.strip() not in ("null", "~") else value
 
 
 # YAML files
@@ -395,46 +384,39 @@ _Loader.add_implicit_resolver(
 )
 
 
-@contextmanager
-def _opened(path: str) -> Iterator[_Loader]:
-    """Return the loader of a YAML file.
+def read_yaml(path: str) -> dict[str, Any]:
+    """Return the content of a YAML file that maps names to values."""
+    return _read(path)[0]
 
-    Inside the ``with`` block, errors of YAML become InputError.
-    """
+
+def _read(path: str) -> tuple[dict[str, Any], Any]:
+    """Return the content of a YAML file, and the nodes that say where everything was read."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        loader = _Loader(Path(path).read_text(encoding="utf-8-sig"))
+        root = loader.get_single_node()
+        values = None if root is None else loader.construct_document(root)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise InputError(
             f"{path}: byte {error.start} is not UTF-8, expected YAML with settings"
         ) from error
-    try:
-        loader = _Loader(text)
-        yield loader
-        loader.dispose()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise InputError(
             f"{path}:{line}: not valid YAML ({error.problem}), expected YAML with settings"
         ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
         reason = " ".join(str(error).split())[:200]
         raise InputError(
             f"{path}: not usable YAML ({reason}), expected YAML with settings"
         ) from error
-
-
-def read_yaml(path: str) -> dict[str, Any]:
-    """Return the content of a YAML file that maps names to values."""
-    with _opened(path) as loader:
-        found = loader.get_single_data()
-    if not isinstance(found, dict):
-        kind = "a list" if isinstance(found, list) else shown(found)
-        raise InputError(f"{path}: found {kind}, expected settings, such as 'seed: 1'")
-    return found
+    if not isinstance(values, dict):
+        line = root.start_mark.line + 1 if root else 1
+        raise InputError(
+            f"{path}:{line}: found {shown(values)}, expected settings, such as 'seed: 1'"
+        )
+    return values, root
 
 
 def read_config_file(path: str) -> dict[str, Given]:
@@ -442,38 +424,17 @@ def read_config_file(path: str) -> dict[str, Given]:
 
     A setting is written ``group: {name: value}`` or ``group.name: value``.
     """
-    found: dict[str, Given] = {}
-    with _opened(path) as loader:
-        root = loader.get_single_node()
-        if root is None:
-            raise InputError(f"{path}: is empty, expected YAML with settings, such as 'seed: 1'")
-        if not isinstance(root, yaml.MappingNode):
-            kind = (
-                "a list"
-                if isinstance(root, yaml.SequenceNode)
-                else shown(loader.construct_object(root))
-            )
-            raise InputError(
-                f"{path}:{root.start_mark.line + 1}: found {kind}, expected settings, such as "
-                "'seed: 1'"
-            )
-        settings: list[tuple[str, yaml.Node, yaml.Node]] = []
-        for key, node in root.value:
-            if isinstance(node, yaml.MappingNode):
-                settings += [
-                    (f"{key.value}.{inner.value}", inner, value) for inner, value in node.value
-                ]
-            else:
-                settings.append((str(key.value), key, node))
-        for name, key, node in settings:
-            line = key.start_mark.line + 1
-            if name in found:
-                first = found[name].where.removesuffix(f": {name}").rpartition(":")[2]
-                raise InputError(
-                    f"{path}:{line}: duplicate setting {name!r} (first in line {first}); give each "
-                    "setting once"
-                )
-            found[name] = Given(loader.construct_object(node, deep=True), f"{path}:{line}: {name}")
+    values, root = _read(path)
+    lines: dict[str, int] = {}
+    for key, node in root.value:
+        lines[key.value] = key.start_mark.line + 1
+        if isinstance(node, yaml.MappingNode):
+            for inner, _ in node.value:
+                lines[f"{key.value}.{inner.value}"] = inner.start_mark.line + 1
+    found = {
+        name: Given(value, f"{path}:{lines.get(name, 1)}: {name}")
+        for name, value in flat(values).items()
+    }
     if version := found.pop("format_version", None):
         check_version(*version)
     return found
@@ -481,28 +442,26 @@ def read_config_file(path: str) -> dict[str, Given]:
 
 def check_version(found: Any, where: str) -> None:
     """Raise InputError if ``format_version`` is not the version of files that this code writes."""
-    if isinstance(found, bool) or found != CONFIG_VERSION:
+    if found != CONFIG_VERSION:
         raise InputError(f"{where} is {shown(found)}, expected {CONFIG_VERSION}")
 
 
 def config_path(name: str | Path) -> str:
     """Return the path of a config file.
 
-    name: a path, which is returned unchanged, or the name of a ready-made config, such as
-    ``finetune`` or ``presets/24gb``. Raises InputError for an unknown name. The message lists the
-    names of the ready-made configs.
+    name: a path, or the name of a ready-made config, such as ``finetune`` or ``presets/24gb``. A
+    file with this name has priority.
     """
-    text = with_home(os.fspath(name))
+    path = os.path.expanduser(name)
     ready = {
         path.relative_to(READY).with_suffix("").as_posix(): str(path)
         for path in sorted(READY.rglob("*.yaml"))
     }
-    if text in ready and (not os.path.lexists(text) or Path(text).is_dir()):
-        return ready[text]  # also if a folder has this name
-    # a path, although the file may not exist
-    if os.path.lexists(text) or Path(text).suffix or Path(text).is_absolute() or ":" in text:
-        return text
-    raise InputError(
-        f"{text}: no such file, and no ready-made config has this name; choose one of "
-        f"{', '.join(ready)}"
-    )
+    if path in ready and not os.path.isfile(path):
+        return ready[path]
+    if not os.path.lexists(path):
+        raise InputError(
+            f"{path}: no such file, and no ready-made config has this name; choose one of "
+            f"{', '.join(ready)}"
+        )
+    return path

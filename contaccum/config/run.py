@@ -37,8 +37,6 @@ class RunConfig(ProcessConfig):
     cpu_offload: bool = False
     """With `run.sharding fsdp`: keep each process's shard of the weights, gradients and optimizer
     state in CPU memory, and update the weights there. This saves GPU memory but is slower."""
-    compile: Literal["off", "default"] = "off"
-    """Compile the encoders with torch.compile. The first steps then take minutes."""
     memory_budget: str | None = setting(None, resume="free")
     """Maximum memory of torch on each GPU, such as 11GB or 10GiB. CUDA needs a few hundred MB in
     addition. Default: no limit."""
@@ -61,12 +59,6 @@ class RunConfig(ProcessConfig):
     eval_batch_tokens: PositiveInt | None = setting(None, resume="free")
     """Maximum number of tokens in one forward pass of an evaluation, including padding. Default:
     16384, or 1024 per thread on a CPU."""
-    bank_check_steps: NonNegativeInt = setting(100, resume="free")
-    """Number of steps between two checks that the banks of all processes are equal. 0: never."""
-    log_steps: PositiveInt = setting(1, resume="free")
-    """Number of steps between two lines in log.jsonl and between two entries in the trackers. The
-    last step is always logged. The times in a line are means over the steps since the line
-    before."""
     drift_steps: NonNegativeInt = setting(10, resume="free")
     """Number of steps between two measurements of drift. Drift is measured as the cosine of banked
     vectors and new vectors of the same texts. 0: never. The trained model does not depend on this
@@ -82,19 +74,8 @@ class RunConfig(ProcessConfig):
                 f"run.metric is {self.metric!r}, expected MEASURE@K, such as ndcg@10 (MEASURE: "
                 f"{', '.join(METRIC_MEASURES)}; K: {', '.join(map(str, METRIC_CUTS))})"
             )
-        for name, steps in (("eval_steps", self.eval_steps), ("save_steps", self.save_steps)):
-            if steps > 1 and steps != int(steps):
-                yield (
-                    f"run.{name} is {steps}, expected a whole number of steps, or a share of the "
-                    "run below 1"
-                )
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
-        if self.sharding == "none" and self.cpu_offload:
-            yield (
-                "run.cpu_offload is true, but run.sharding is none; set run.sharding to fsdp, or "
-                "run.cpu_offload to false"
-            )
         if self.sharding == "fsdp":
             if world == 1:
                 yield (
@@ -104,13 +85,5 @@ class RunConfig(ProcessConfig):
             needs = "but run.sharding is fsdp, which needs"
             if self.precision == "fp16":
                 yield f"run.precision is fp16, {needs} fp32 or bf16; change one of them"
-            if self.compile != "off":
-                yield f"run.compile is {self.compile}, {needs} off; change one of them"
             if config.optim.name != "adamw":
                 yield f"optim.name is {config.optim.name}, {needs} adamw; change one of them"
-            if config.model.quantize == "8bit":
-                yield f"model.quantize is 8bit, {needs} none or 4bit; change one of them"
-
-    def unused(self, config: "TrainConfig") -> Iterator[str]:
-        if config.data.dev is None and self.early_stopping:
-            yield "run.early_stopping has no effect without data.dev"

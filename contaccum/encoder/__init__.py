@@ -36,7 +36,7 @@ __all__ = [
 def merge(model: str, output: str, trust_remote_code: bool = False) -> str:
     """Merge the LoRA adapters of a model into its weights, and save it in a new folder.
 
-    model: folder or Hub name. A 4-bit or 8-bit base is converted to float32 first. The saved model
+    model: folder or Hub name. A 4-bit base is converted to float32 first. The saved model
     computes the same vectors, except for rounding errors. Returns ``output``.
     """
     if Path(output).exists():

@@ -40,7 +40,7 @@ class Adapters:
     """Options for adding new LoRA adapters to an encoder."""
 
     config: AdapterConfig
-    quantize: str = "none"  # quantization of the base: none, 4bit or 8bit
+    quantize: str = "none"  # quantization of the base: none or 4bit
 
 
 def clone_sharing_weights(backbone: Any) -> Any:
@@ -52,10 +52,6 @@ def clone_sharing_weights(backbone: Any) -> Any:
     for module in backbone.modules():  # layers of bitsandbytes
         if getattr(module, "quant_state", None) is not None:
             shared.append(module.quant_state)  # scales of 4-bit weights
-        state = getattr(module, "state", None)
-        for name in ("CB", "SCB"):  # weights and scales of 8-bit layers
-            if getattr(state, name, None) is not None:
-                shared.append(getattr(state, name))
     # deepcopy does not copy objects that are already in its memo
     return copy.deepcopy(backbone, {id(value): value for value in shared})
 
@@ -191,8 +187,8 @@ def save_base(base: Base, folder: Path) -> None:
 def base_of(name: str, subfolder: str, quantize: str) -> Base:
     """Return the name, the hash and the quantization of an encoder that gets a new adapter.
 
-    name: folder or Hub name of the encoder. A folder name becomes an absolute path. quantize: none,
-    4bit or 8bit. Raises InputError for a subfolder of a Hub repository.
+    name: folder or Hub name of the encoder. A folder name becomes an absolute path. quantize: none
+    or 4bit. Raises InputError for a subfolder of a Hub repository.
     """
     folder = Path(name) / subfolder
     if folder.is_dir():

@@ -27,7 +27,7 @@ CLASSIFIER = re.compile(
 )
 COLBERT = re.compile(r"(colbert_)?linear\.")
 
-# hides warnings about optional kernels, and about the activation type of every 8-bit layer
+# hides warnings about optional kernels
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
@@ -44,8 +44,8 @@ def load_backbone(
     """Load a backbone, without an adapter.
 
     name, subfolder: folder or Hub name, and a folder in it. device: device for a quantized
-    backbone; do not move it later. Other backbones are loaded on the CPU. quantize: none, 4bit or
-    8bit. attention: ``auto`` uses the implementation of attention in config.json if it is available
+    backbone; do not move it later. Other backbones are loaded on the CPU. quantize: none or
+    4bit. attention: ``auto`` uses the implementation of attention in config.json if it is available
     on ``device``, else warns; any other value ignores config.json. Raises InputError for a model
     that makes no token vectors, or was trained to be something else than an encoder.
     """
@@ -70,11 +70,8 @@ def load_backbone(
     if quantize == "none":
         options["ignore_mismatched_sizes"] = True  # refuse_incomplete names these tensors
     else:
-        require("bitsandbytes", "bitsandbytes", f"{quantize} quantization")
+        require("bitsandbytes", "bitsandbytes", "4-bit quantization")
         options["device_map"] = {"": str(device or "cpu")}
-    if quantize == "8bit":
-        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
-    elif quantize == "4bit":
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -120,9 +117,6 @@ def load_backbone(
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # otherwise the first evaluation repacks the weights permanently
             module.support_avx512bf16_for_cpu = False
-        elif hasattr(module, "init_8bit_state"):
-            # otherwise the first of two layers that share weights removes the scales of both
-            module.init_8bit_state()
     return backbone
 
 

@@ -33,9 +33,9 @@ from contaccum.encoder.folders import (
 from contaccum.encoder.kernels import ATTENTION, packed_linears
 from contaccum.encoder.saving import check_hashes, save_encoder, send_weights
 from contaccum.encoder.tokenizer import (
+    ENCODING,
     check_prefix,
     default_batch_tokens,
-    encoding_lock,
     tokenized,
 )
 from contaccum.encoder.tower import (
@@ -196,11 +196,7 @@ class DualEncoder(nn.Module):
         the number of its texts, such as ``tqdm(total=len(texts)).update``. Raises InputError for
         invalid UTF-8, or if ``texts`` is one string.
         """
-        settings = self.settings
-        texts = require_texts(texts, "query", settings.query_prefix)
-        return self._encode(
-            self.query_tower, texts, settings.max_query_length, batch_tokens, progress
-        )
+        return self._encode("query", texts, batch_tokens, progress)
 
     def encode_passages(
         self,
@@ -212,11 +208,7 @@ class DualEncoder(nn.Module):
 
         Arguments: as in ``encode_queries``.
         """
-        settings = self.settings
-        texts = require_texts(texts, "passage", settings.passage_prefix)
-        return self._encode(
-            self.passage_tower, texts, settings.max_passage_length, batch_tokens, progress
-        )
+        return self._encode("passage", texts, batch_tokens, progress)
 
     # the names in sentence-transformers
     encode_query = encode_queries
@@ -237,19 +229,20 @@ class DualEncoder(nn.Module):
 
     def _encode(
         self,
-        tower: Tower,
+        kind: str,
         texts: list[str],
-        max_length: int,
         batch_tokens: int | None,
         progress: Callable[[int], object] | None,
     ) -> np.ndarray:
-        """Return the float32 embeddings of texts that already have their prefix, (n, d)."""
+        tower: Tower = getattr(self, f"{kind}_tower")
+        texts = require_texts(texts, kind, getattr(self.settings, f"{kind}_prefix"))
+        max_length = getattr(self.settings, f"max_{kind}_length")
         budget = default_batch_tokens(self.device) if batch_tokens is None else batch_tokens
         if budget < 1:
             raise InputError(f"batch_tokens is {budget}; expected at least 1")
         vectors = np.empty((len(texts), self.dim), dtype=np.float32)
         with ExitStack() as stack:
-            stack.enter_context(encoding_lock(self))
+            stack.enter_context(ENCODING)
             # weights that are gathered in inference mode cannot be trained
             stack.enter_context(torch.inference_mode() if self.group is None else torch.no_grad())
             stack.enter_context(self.without_dropout())
@@ -265,9 +258,8 @@ class DualEncoder(nn.Module):
                 found = self.embed(tower, tokens.to(self.device)).to("cpu", non_blocking=cuda)
                 copied = torch.cuda.current_stream(self.device).record_event() if cuda else None
                 previous.append((indices, found, copied))
-                if (
-                    len(previous) > 1
-                ):  # copy the vectors of a batch to the CPU while the GPU computes the next batch
+                # copy the vectors of a batch to the CPU while the GPU computes the next batch
+                if len(previous) > 1:
                     _store(vectors, *previous.pop(0))
                 if progress is not None:
                     progress(len(indices))
@@ -351,14 +343,6 @@ class DualEncoder(nn.Module):
         for layer in self.modules():
             if hasattr(layer, "compute_dtype"):
                 layer.compute_dtype = dtype  # type: ignore[assignment]
-
-    def compile_backbones(self) -> None:
-        """Compile both backbones with torch.compile. Only training uses the compiled backbones.
-
-        One compilation works for all text lengths. The names of the weights do not change.
-        """
-        for tower in self.towers:
-            tower.compiled = torch.compile(tower.backbone.forward, dynamic=True)
 
     def has_dropout(self) -> bool:
         """Return whether any dropout is above 0, so that two training passes may differ."""
@@ -469,16 +453,13 @@ class DualEncoder(nn.Module):
         query_tower, passage_tower = loader.load_pair(files.query, files.passage, tie_towers)
         # some folders state a length that the backbone does not support, and the default may be too
         # long as well
-        if "max_query_length" not in given:
-            settings = replace(
-                settings,
-                max_query_length=min(settings.max_query_length, query_tower.position_limit),
-            )
-        if "max_passage_length" not in given:
-            settings = replace(
-                settings,
-                max_passage_length=min(settings.max_passage_length, passage_tower.position_limit),
-            )
+        for key, tower in (
+            ("max_query_length", query_tower),
+            ("max_passage_length", passage_tower),
+        ):
+            if key not in given:
+                shortest = min(getattr(settings, key), tower.position_limit)
+                settings = replace(settings, **{key: shortest})
         check_hashes(name, files.sha256)
         encoder = cls(query_tower, passage_tower, settings).to(device).eval()
         check_padding(query_tower, name)

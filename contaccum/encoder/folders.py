@@ -4,7 +4,7 @@ This module reads JSON files, but no weights.
 
 An encoder can have one of three formats: a folder that DualEncoder.save wrote, a
 sentence-transformers model, or a plain transformers encoder. A sentence-transformers model may have
-a Router module, which older versions call Asym.
+a Router module.
 """
 
 import os
@@ -50,8 +50,6 @@ MODEL_FILES = (
 FAMILY_WORDS = re.compile(r"(?<![a-z0-9])(m?e5|bge|gte|nomic|m?contriever)(?![a-z0-9])")
 # those whose members all need prefixes
 NEEDS_PREFIX = re.compile(r"(?<![a-z0-9])(m?e5|nomic)(?![a-z0-9])")
-# rerankers such as Qwen3-Reranker, and sparse encoders, are saved as language models
-NOT_DENSE = re.compile("rerank(er)?|splade")
 # kinds of models in sentence-transformers that make no single dense vector of a text
 OTHER_KINDS = {
     "CrossEncoder": "a cross-encoder, which scores a query and a passage together",
@@ -89,7 +87,7 @@ class Base:
     sha256: str | None = (
         None  # SHA-256 of the encoder's files; None if contaccum did not write the adapter
     )
-    quantize: str = "none"  # none, 4bit or 8bit
+    quantize: str = "none"  # none or 4bit
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,6 @@ class RouterConfig(TypedDict, total=False):
 
     types: dict[str, str]
     structure: dict[str, list[str]]
-    parameters: dict[str, Any]
 
 
 class PromptConfig(TypedDict, total=False):
@@ -173,7 +170,7 @@ class BaseFile(TypedDict, total=False):
     """Content of base.json: hash and quantization of the encoder that an adapter was trained on."""
 
     sha256: str | None
-    quantize: Literal["none", "4bit", "8bit"]
+    quantize: Literal["none", "4bit"]
 
 
 def make_settings(values: dict[str, Any], source: str) -> EncoderSettings:
@@ -229,34 +226,29 @@ def _published_settings(
     keeps in a fine-tuned copy. Warn if the last one decides, and if a name contains that of a
     family, but the settings are not known. given: settings of the caller, which have priority.
     """
-    undecided = [key for key in keys if key not in given]
     for own_name in (name, base.name if base else ""):
-        settings = family_settings(own_name)
-        if settings:
+        if settings := family_settings(own_name):
             return {key: value for key, value in settings.items() if key in keys}
+    undecided = [key for key in keys if key not in given]
     config = optional_json(name, _join(subfolder, "config.json"), ModelFile) or {}
     original = config.get("_name_or_path") or ""
-    settings = {key: value for key, value in family_settings(original).items() if key in keys}
-    guessed = [f"{key} {settings[key]!r}" for key in undecided if key in settings]
-    if guessed:
+    published = family_settings(original)
+    settings = {key: published[key] for key in undecided if key in published}
+    words = FAMILY_WORDS if "pooling" in keys else NEEDS_PREFIX
+    family = words.search(_model_name(name)) or words.search(_model_name(original))
+    if settings:
+        used = ", ".join(f"{key} {value!r}" for key, value in settings.items())
         warnings.warn(
-            f"{name}: config.json says that this is a copy of {original}, so {', '.join(guessed)} "
-            "are used, as published for that model. If the copy was trained with other settings, "
-            "give these.",
+            f"{name}: config.json says that this is a copy of {original}, so {used} are used, as "
+            "published for that model. If the copy was trained with other settings, give these.",
             stacklevel=2,
         )
-    elif undecided and not family_settings(original):
-        words = FAMILY_WORDS if "pooling" in keys else NEEDS_PREFIX
-        for candidate in (name, original):
-            found = words.search(_model_name(candidate))
-            if found:
-                warnings.warn(
-                    f"{name}: this seems to be a {found[0]} model ({candidate}), but its settings "
-                    f"are not known, so {', '.join(undecided)} have their defaults. Give the "
-                    "settings from the model's card.",
-                    stacklevel=2,
-                )
-                break
+    elif undecided and family and not published:
+        warnings.warn(
+            f"{name}: this seems to be a {family[0]} model, but its settings are not known, so "
+            f"{', '.join(undecided)} have their defaults. Give the settings from the model's card.",
+            stacklevel=2,
+        )
     return settings
 
 
@@ -272,18 +264,15 @@ def model_folder(name: str | Path) -> str:
     text = os.fspath(name)
     if os.path.isfile(os.path.join(text, "model", SETTINGS_FILE)):
         return os.path.join(text, "model")
-    if os.path.isdir(text):
-        files = os.listdir(text)
-        if "config.yaml" in files and not any(file in files for file in MODEL_FILES):
-            raise InputError(
-                f"{text}: this run has no model/ yet, because its training is not finished. Resume "
-                "the training with contaccum train --resume, or use a folder in checkpoints/."
-            )
-        return text
-    if os.path.exists(text) or not is_hub_name(text):
-        found = "this is not a folder" if os.path.exists(text) else "no such folder"
+    files = os.listdir(text) if os.path.isdir(text) else ()
+    if "config.yaml" in files and not any(file in files for file in MODEL_FILES):
         raise InputError(
-            f"{text}: {found}; expected the folder of a model or of a run, or a Hub name "
+            f"{text}: this run has no model/ yet, because its training is not finished. Resume "
+            "the training with contaccum train --resume, or use a folder in checkpoints/."
+        )
+    if not os.path.isdir(text) and (os.path.exists(text) or not is_hub_name(text)):
+        raise InputError(
+            f"{text}: no such folder; expected the folder of a model or of a run, or a Hub name "
             "(owner/name)"
         )
     return text
@@ -312,13 +301,6 @@ def read_encoder(name: str, given: Container[str] = ()) -> EncoderFiles:
         config = optional_json(base.name if base else name, "config.json", ModelFile) or {}
         if decoder_only(config.get("model_type", "")):
             settings = {"pooling": "last", **settings}
-        other_kind = NOT_DENSE.search(_model_name(name))
-        if other_kind:  # their weights look like those of a language model
-            warnings.warn(
-                f"{name}: the name says {other_kind[0]}; the vectors of such a model are of no use "
-                "for search before it is trained as an encoder",
-                stacklevel=2,
-            )
         plain = TowerFiles(name, base=base, plain=True)
         return EncoderFiles(settings, plain, plain)
     return _read_sentence_transformers(name, given)
@@ -361,12 +343,11 @@ def _prompts(about: dict[str, Any]) -> dict[str, str]:
     non-empty prompt for passages. about: config_sentence_transformers.json.
     """
     prompts = about.get("prompts") or {}
-    query_prompts = [prompts[key] for key in SIDES["query"] if prompts.get(key)]
-    passage_prompts = [prompts[key] for key in SIDES["document"] if prompts.get(key)]
-    return {
-        "query_prefix": query_prompts[0] if query_prompts else "",
-        "passage_prefix": passage_prompts[0] if passage_prompts else "",
-    }
+    prefixes = {}
+    for side, setting in (("query", "query_prefix"), ("document", "passage_prefix")):
+        found = [prompts[key] for key in SIDES[side] if prompts.get(key)]
+        prefixes[setting] = found[0] if found else ""
+    return prefixes
 
 
 def _modules(name: str, subfolder: str = "") -> list[Module]:
@@ -385,54 +366,33 @@ def _join(folder: str, path: str) -> str:
 
 
 def _routed(name: str, router: Module, side: str) -> list[Module]:
-    """Return the modules of a Router for ``side`` (query or document).
-
-    If it has none for ``side``, return those for any text.
-    """
+    """Return the modules of a Router for ``side`` (query or document)."""
     file = _join(router.path, "router_config.json")
-    config = optional_json(name, file, RouterConfig)
-    if not config:  # an Asym module
-        config = optional_json(name, _join(router.path, "config.json"), RouterConfig)
-    if not config:
+    config = optional_json(name, file, RouterConfig) or {}
+    structure, types = config.get("structure", {}), config.get("types", {})
+    route = next((route for route in SIDES[side] if route in structure), None)
+    if route is None:
         raise InputError(
-            f"{name}: {file} is missing; a {router.type} in modules.json needs this file"
-        )
-    structure = config.get("structure", {})
-    mapped = check_type(
-        config.get("parameters", {}).get("route_mappings") or {}, dict[str, str], f"{name}/{file}"
-    )
-    routes = []  # names of the routes that accept the texts, the most specific first
-    for task in (*SIDES[side], None):
-        for modality in ("text", None):
-            key = str((task, modality))  # sentence-transformers writes a tuple as text
-            if key in mapped:
-                routes.append(mapped[key])
-    routes += [route for route in (*SIDES[side], "text") if route in structure]
-    if not routes:
-        raise InputError(
-            f"{name}: the {router.type} has the routes {', '.join(structure)}, but no route for "
+            f"{name}/{file}: found the routes {', '.join(structure) or 'none'}, but no route for "
             f"{side}"
         )
-    modules = []
-    for path in structure.get(routes[0], []):
-        kind = config.get("types", {}).get(path, "")
-        modules.append(Module(kind.rpartition(".")[2], _join(router.path, path)))
-    return modules
+    return [
+        Module(types.get(path, "").rpartition(".")[2], _join(router.path, path))
+        for path in structure[route]
+    ]
 
 
 def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, Any], TowerFiles]:
     modules = _modules(name)
-    if modules[0].type in ("Router", "Asym"):
+    if modules[0].type == "Router":
         modules = [*_routed(name, modules[0], side), *modules[1:]]
     # the first module is a model itself: adapters are saved in this format
-    if modules[:1] and modules[0].type == "SentenceTransformer":
+    if modules and modules[0].type == "SentenceTransformer":
         modules = [*_modules(name, modules[0].path), *modules[1:]]
     kinds = [module.type for module in modules]
     normalized = "Normalize" in kinds
-    expected = (
-        ["Transformer", "Pooling"] + ["Dense"] * kinds.count("Dense") + ["Normalize"] * normalized
-    )
-    if kinds != expected:
+    dense = ["Dense"] * kinds.count("Dense")
+    if kinds != ["Transformer", "Pooling", *dense, *["Normalize"] * normalized]:
         raise InputError(
             f"{name}: modules are {', '.join(kinds)}; expected Transformer, Pooling, any number of "
             "Dense, and at most one Normalize"
@@ -480,28 +440,18 @@ def _base(name: str, subfolder: str) -> Base | None:
     Return None if the folder has a full encoder.
     """
     adapter = optional_json(name, _join(subfolder, ADAPTER_FILE), AdapterFile)
-    if (
-        adapter is None
-        or optional_json(name, _join(subfolder, "config.json"), ModelFile) is not None
-    ):
+    model = optional_json(name, _join(subfolder, "config.json"), ModelFile)
+    if adapter is None or model is not None:
         return None
-    if (adapter.get("task_type") or "").endswith(("_CLS", "QUESTION_ANS")):
+    task, kind = adapter.get("task_type") or "", adapter.get("peft_type", "LORA")
+    if task.endswith(("_CLS", "QUESTION_ANS")) or kind != "LORA":
         raise InputError(
-            f"{name}: is an adapter for classification (task_type {adapter['task_type']}), such as "
-            "that of a cross-encoder; expected an adapter of an encoder"
-        )
-    if adapter.get("peft_type", "LORA") != "LORA":
-        raise InputError(
-            f"{name}: {ADAPTER_FILE} has peft_type {adapter['peft_type']}; expected LORA"
+            f"{name}: {ADAPTER_FILE} has task_type {task or 'null'} and peft_type {kind}; expected "
+            "a LORA adapter of an encoder, not of a classifier such as a cross-encoder"
         )
     base = adapter.get("base_model_name_or_path")
-    if not base:
-        raise InputError(
-            f"{name}: {ADAPTER_FILE} has no base_model_name_or_path; expected the adapter's base "
-            "model"
-        )
     try:
-        base = model_folder(base)
+        base = model_folder(base or "")
     except InputError as error:
         raise InputError(f"{name}: the base of the adapter cannot be loaded: {error}") from error
     saved = optional_json(name, _join(subfolder, BASE_FILE), BaseFile) or {}

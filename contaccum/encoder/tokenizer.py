@@ -1,12 +1,10 @@
 """Load tokenizers, append end-of-text tokens, tokenize batches, and learn vocabularies."""
 
-import json
 import os
 import warnings
 from collections.abc import Iterable, Iterator
 from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -34,18 +32,9 @@ WINDOW = 4096
 CPU_TOKENS = 1024
 DEVICE_TOKENS = 16_384
 
-# not attributes of the encoders, because a lock cannot be copied
-_LOCKS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-# the thread that holds a lock does not exist in the child
-os.register_at_fork(after_in_child=_LOCKS.clear)
-
-
-def encoding_lock(encoder: Any) -> Any:
-    """Return the lock of an encoder.
-
-    Without it, threads change each other's truncation length and packed layers.
-    """
-    return _LOCKS.setdefault(encoder, Lock())
+# Without it, threads that encode with one encoder would change each other's truncation length and
+# packed layers. It is no attribute of an encoder, because a lock cannot be copied.
+ENCODING = Lock()
 
 
 def load_tokenizer(files: TowerFiles, trust_remote_code: bool) -> Any:
@@ -97,24 +86,6 @@ def _save_as_changed(tokenizer: Any) -> None:
     tokenizer.__class__ = PreTrainedTokenizerFast
 
 
-def check_vocabulary(tokenizer: Any, vocabulary: int | None) -> None:
-    """Raise InputError if the padding token has no word embedding, or a token id is far too large.
-
-    vocabulary: number of word embeddings. None: nothing is checked. Far too large: at least twice
-    the number of tokens in the tokenizer, and at least twice ``vocabulary``. Any other id without a
-    word embedding is an error only when a text contains it, because some published tokenizers have
-    added tokens without a word embedding.
-    """
-    if vocabulary is None:
-        return
-    require_known_ids(tokenizer.pad_token_id, vocabulary, tokenizer)
-    ids = tokenizer.get_vocab().values()
-    # the tokenizers library prints and stores every unused id below the largest id: with 2**31 this
-    # takes minutes
-    if max(ids) >= 2 * max(len(ids), vocabulary):
-        require_known_ids(max(ids), vocabulary, tokenizer)
-
-
 def check_prefix(tokenizer: Any, prefix: str, max_length: int, side: str, source: str = "") -> None:
     """Raise InputError if ``prefix`` leaves no token for the text: all vectors would be equal.
 
@@ -153,46 +124,21 @@ def append_eos(tokenizer: Any) -> None:
     already end with a special token, does not change.
     """
     end = tokenizer.eos_token
-    if end is None or tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"][-1]:
+    text = tokenizer("a", return_special_tokens_mask=True)
+    if end is None or text["special_tokens_mask"][-1]:
         return
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    state["post_processor"] = _with_end(
-        state["post_processor"], end, tokenizer.convert_tokens_to_ids(end)
+    # the tokenizer may add tokens at the start of each text
+    added = zip(text["input_ids"], text["special_tokens_mask"], strict=True)
+    start = tokenizer.convert_ids_to_tokens([number for number, special in added if special])
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*start, "$A", end],
+        pair=[*start, "$A", end, "$B", end],
+        special_tokens=[
+            (token, tokenizer.convert_tokens_to_ids(token))
+            for token in dict.fromkeys([*start, end])
+        ],
     )
-    tokenizer.backend_tokenizer.post_processor = Tokenizer.from_str(
-        json.dumps(state)
-    ).post_processor
     _save_as_changed(tokenizer)
-
-
-def _with_end(processor: dict[str, Any] | None, end: str, number: int) -> dict[str, Any]:
-    """Return a copy of ``processor`` that adds the token ``end`` after each text.
-
-    processor: post-processor of tokenizer.json. number: id of the token. If the post-processor has
-    a template, the token is added to this template. A second template would not work, because it
-    would treat the output of the first template as two texts.
-    """
-    if processor is not None and processor["type"] == "TemplateProcessing":
-        last = {"SpecialToken": {"id": end, "type_id": 0}}
-        known = {**processor["special_tokens"], end: {"id": end, "ids": [number], "tokens": [end]}}
-        longer = {"single": [*processor["single"], last], "pair": [*processor["pair"], last]}
-        return processor | longer | {"special_tokens": known}
-    steps = [] if processor is None else processor.get("processors", [processor])
-    if all(step["type"] != "TemplateProcessing" for step in steps):
-        text = {"Sequence": {"id": "A", "type_id": 0}}
-        second_text = {"Sequence": {"id": "B", "type_id": 1}}
-        template = {
-            "type": "TemplateProcessing",
-            "single": [text],
-            "pair": [text, second_text],
-            "special_tokens": {},
-        }
-        steps = [*steps, template]
-    changed = []
-    for step in steps:
-        is_template = step["type"] == "TemplateProcessing"
-        changed.append(_with_end(step, end, number) if is_template else step)
-    return {"type": "Sequence", "processors": changed}
 
 
 def default_batch_tokens(device: torch.device) -> int:

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -28,12 +28,12 @@ from contaccum.encoder.kernels import (
 from contaccum.encoder.tokenizer import (
     DEVICE_TOKENS,
     append_eos,
-    check_vocabulary,
     load_tokenizer,
     tokenized,
     wordpiece_tokenizer,
 )
 from contaccum.errors import InputError, in_one_line, library_errors
+from contaccum.runtime.checks import require_known_ids
 from contaccum.runtime.hub import loading, optional_json
 
 # a short text, and words that make another text of its batch longer
@@ -118,7 +118,6 @@ class Tower(nn.Module):
         """Number of dimensions of the token vectors. Some OPT models project them to
         ``word_embed_proj_dim`` dimensions."""
         self.unpad = False
-        self.compiled: Callable[..., Any] | None = None
         # contaccum does not use BERT's pooler; freezing the pooler saves memory for gradients and
         # optimizer state
         if getattr(backbone, "pooler", None) is not None:
@@ -155,14 +154,11 @@ class Tower(nn.Module):
 
     def _padded_vectors(self, tokens: Tokens) -> Tensor:
         """Return the pooled vectors of n padded texts, (n, width)."""
-        # evaluation is too short to pay for compiling
-        compiled = self.compiled if self.training else None
         mask: Tensor | None = tokens.attention_mask
-        if compiled is None and tokens.input_ids.device.type != "cpu":
+        if tokens.input_ids.device.type != "cpu":
             tokens = self._rounded(tokens)
             mask = attention_mask(tokens, self.backbone)
-        run = self.backbone if compiled is None else compiled
-        states = run(input_ids=tokens.input_ids, attention_mask=mask).last_hidden_state
+        states = self.backbone(input_ids=tokens.input_ids, attention_mask=mask).last_hidden_state
         return pool(states, tokens.attention_mask, self.pooling)
 
     def _rounded(self, tokens: Tokens) -> Tokens:
@@ -196,8 +192,7 @@ def check_padding(tower: Tower, name: str) -> None:
             found = F.normalize(tower(tokens.to(device)).float(), dim=-1)
         vectors.append(found[indices.tolist().index(0)])
     difference = float((vectors[0] - vectors[1]).norm())
-    # distance by rounding alone, for all-MiniLM-L6-v2: 1e-6 in float32, 0.013 in bfloat16. In 8
-    # bits, the other texts of a batch decide which columns are quantized.
+    # distance by rounding alone, for all-MiniLM-L6-v2: 1e-6 in float32, 0.013 in bfloat16
     precise = tower.backbone.dtype == torch.float32 and not getattr(
         tower.backbone, "is_quantized", False
     )
@@ -291,7 +286,7 @@ class TowerLoader:
         elif self.merge and files.base:
             lora.merge(backbone)
         tower = Tower(backbone, tokenizer, self.pooling, dense, base)
-        check_vocabulary(tokenizer, tower.vocabulary)
+        require_known_ids(tokenizer.pad_token_id, tower.vocabulary, tokenizer)
         return tower
 
 

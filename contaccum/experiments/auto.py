@@ -84,7 +84,7 @@ RATES = (1.0, 2.0, 0.5)
 CHOSEN = (
     "method", "batch.global_batch_size", "batch.micro_batch_size", "batch.micro_batch_tokens",
     "bank.size", "bank.age_decay", "bank.row_weight", "replay.share", "optim.epochs",
-    "optim.max_steps", "optim.warmup_steps", "optim.warmup_ratio", "run.eval_steps",
+    "optim.max_steps", "optim.warmup_steps", "run.eval_steps",
     "run.save_steps", "run.drift_steps",
 )  # fmt: skip
 """Settings that ``contaccum auto`` sets itself."""
@@ -432,11 +432,11 @@ class Auto:
     def _run_config(self, folder: str, values: Values, steps: int, evaluations: int) -> TrainConfig:
         config = self.config(folder, dict(values))
         # every step is timed
-        run = replace(config.run, eval_steps=0, save_steps=0, drift_steps=0, log_steps=1)
+        run = replace(config.run, eval_steps=0, save_steps=0, drift_steps=0)
         if evaluations:
             every = -(-steps // evaluations)
             run = replace(run, eval_steps=every, save_steps=-(-steps // 4))
-        optim = replace(config.optim, max_steps=steps, warmup_steps=None, warmup_ratio=0.1)
+        optim = replace(config.optim, max_steps=steps, warmup_steps=0.1)
         return replace(config, run=run, optim=optim)
 
     def _train(self) -> None:

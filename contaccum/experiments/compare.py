@@ -173,11 +173,11 @@ class Study:
         several_lengths = self.budget is not None or any(
             len(each.shares) > 1 for each in self.tuned
         )
-        if self.base.optim.warmup_steps and several_lengths:
+        if self.base.optim.warmup_steps >= 1 and several_lengths:
             steps = self.base.optim.warmup_steps
             raise InputError(
                 f"optim.warmup_steps is {steps}, but --budget and --tune change the number of "
-                "steps. Use optim.warmup_ratio."
+                "steps. Use a share of the steps, such as 0.1."
             )
 
     def check(self) -> None:

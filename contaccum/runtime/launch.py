@@ -29,7 +29,7 @@ def _variable(name: str, default: int, least: int, most: int) -> int:
     Raise InputError if it is not from ``least`` to ``most``.
     """
     text = os.environ.get(name, "").strip() or str(default)
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
+    if not (text.isdecimal() and len(text) < 10 and least <= int(text) <= most):
         allowed = f"a whole number from {least} to {most}" if least < most else str(least)
         raise InputError(f"{name} is {text[:40]!r}, expected {allowed}. {_LAUNCH_HELP}")
     return int(text)
@@ -69,12 +69,6 @@ def check_launch() -> int:
             if not os.environ.get(name):
                 raise InputError(f"WORLD_SIZE is {world}, but {name} is not set. {_LAUNCH_HELP}")
         _variable("MASTER_PORT", 0, 1, 65535)
-    # accelerate launch sets the port only for several processes
-    elif {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= os.environ.keys() and "RANK" not in os.environ:
-        raise InputError(
-            "accelerate launch started one process instead of several: on CPUs, it needs MPI to "
-            "start several. Use torchrun --nproc_per_node N."
-        )
     return world
 
 
@@ -83,42 +77,23 @@ def is_main() -> bool:
     return process_place()[0] == 0
 
 
-_SHARDING = {
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
-}
-"""Environment variable that ``accelerate launch`` sets for sharded models -> sharding library or
-setting."""
-
-
 def refuse_ignored_launch(precision: str) -> None:
     """Raise InputError for options of ``accelerate launch`` that contaccum would ignore.
 
     precision: `run.precision`.
     """
-    for variable, name in _SHARDING.items():
-        if os.environ.get(variable, "false").lower() == "true":
+    for name, setting, allowed in (
+        ("MIXED_PRECISION", "run.precision", ("no", precision)),
+        ("USE_FSDP", "run.sharding", ("false",)),
+        ("USE_DEEPSPEED", "run.sharding", ("false",)),
+    ):
+        value = os.environ.get(f"ACCELERATE_{name}", allowed[0]).lower()
+        if value not in allowed:
             raise InputError(
-                f"accelerate launch was configured for {name}, which has no effect here. If the "
-                "model does not fit on one device, start with torchrun or accelerate launch "
-                "--multi_gpu, and set run.sharding to fsdp."
+                f"accelerate launch set ACCELERATE_{name} to {value}, which has no effect here. "
+                f"Set {setting}, and remove the option from the command line or from accelerate's "
+                "config file."
             )
-    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if mixed not in ("no", precision):
-        raise InputError(
-            f"accelerate launch was given --mixed_precision {mixed}, but run.precision is "
-            f"{precision}. Set run.precision, or remove the option from the command line or from "
-            "accelerate's config file."
-        )
-    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    if backend != "no":
-        raise InputError(
-            f"accelerate launch was given --dynamo_backend {backend}, which has no effect here. "
-            "Use run.compile instead, and remove the option from the command line or from "
-            "accelerate's config file."
-        )
 
 
 class StopSignals:
@@ -145,9 +120,8 @@ class StopSignals:
         return self
 
     def _handle(self) -> None:
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # in Python, only the main thread can handle signals
+        # in Python, only the main thread can handle signals
+        if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self.before.setdefault(number, signal.signal(number, self._note))
 

@@ -61,13 +61,12 @@ def choose_unpad(config: TrainConfig, encoder: DualEncoder) -> bool:
     """Return whether to compute without padding.
 
     ``auto`` means: if the encoder and the device can, unless the config chooses an implementation
-    of attention that needs padding, or compiles the encoder.
+    of attention that needs padding.
     """
     if config.model.unpad != "auto":
         return config.model.unpad
     return (
         config.model.attention not in ("eager", "sdpa")
-        and config.run.compile == "off"
         and encoder.device.type in ("cpu", "cuda")
         and all(can_unpad(tower) for tower in encoder.towers)
     )
@@ -192,8 +191,6 @@ def choices(config: TrainConfig) -> list[str]:
         value = "true if the model type allows it, else false"
         if config.model.attention in ("eager", "sdpa"):
             value = f"false (model.attention is {config.model.attention})"
-        elif config.run.compile != "off":
-            value = f"false (run.compile is {config.run.compile})"
         lines.append(f"model.unpad: {value}")
     if config.micro_batches_by_memory:
         tokens = f"passes of at most {CPU_TOKENS} tokens, where more are not faster on a CPU"

@@ -42,8 +42,6 @@ def save_checkpoint(
     if group is not None and not group.is_main:
         _save_parts(encoder, optimizer, Path(group.from_main("")))
         return
-    if target.is_symlink():
-        target.unlink()
     with whole_folder(target) as folder:
         if group is None:
             encoder.save(folder / "model")
@@ -62,10 +60,8 @@ def save_checkpoint(
             "without_gradient": stateless,
         }
         write_json(folder / "state.json", state)
-        manifest = {}
-        for name, path in files_in(folder).items():
-            manifest[name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
-        write_json(folder / MANIFEST, manifest)
+        hashes = {name: sha256_of(path) for name, path in files_in(folder).items()}
+        write_json(folder / MANIFEST, hashes)
     # a resumed run continues at the newest undamaged checkpoint, so checkpoints of later steps are
     # damaged; delete them too
     kept = 0
@@ -101,10 +97,8 @@ def restore(
         tensors = load_file(checkpoint.folder / OPTIMIZER_FILE)
     named = {name.rpartition(":"): tensor for name, tensor in tensors.items()}
     for name, parameter in trained.items():
-        if (
-            name in checkpoint.state["without_gradient"]
-        ):  # the forward pass does not use this parameter
-            continue
+        if name in checkpoint.state["without_gradient"]:
+            continue  # the forward pass does not use this parameter
         saved = {key: value for (owner, _, key), value in named.items() if owner == name}
         if not any(value.shape == parameter.shape for value in saved.values()):
             raise InputError(

@@ -1,9 +1,7 @@
 """Drift of the bank, measured on past micro-batches."""
 
-from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -13,7 +11,7 @@ from contaccum.methods.bank import Bank
 from contaccum.runtime.engine import Engine
 from contaccum.training.out_of_memory import MicroBatchSize
 
-DRIFT_SAMPLE = 4  # number of micro-batches to encode again for the drift
+DRIFT_SAMPLE = 4  # number of past steps of which a micro-batch is encoded again
 
 
 class Drift:
@@ -39,23 +37,33 @@ class Drift:
         self.two_pass = two_pass
 
     def measure(self) -> dict[str, Any]:
-        """Encode a sample of past micro-batches again, and return the drift for the log.
+        """Encode a micro-batch of some past steps again, and return the drift for the log.
 
-        Returns the mean cosines of queries and of passages, for the whole sample and for each
-        micro-batch with its age (optimizer steps). Only rows of this process are measured. Returns
-        {} if the bank contains no complete micro-batch. Without sharding, only the main process
-        measures; other processes return {}.
+        The steps are evenly spread over those in the bank. Returns the mean cosines of queries and
+        of passages, for all of these micro-batches and for each one with its age (optimizer steps).
+        Only rows of this process are measured. Returns {} if the bank is empty. Without sharding,
+        only the main process measures; other processes return {}.
         """
-        if not (
-            self.engine.is_main or self.engine.sharded
-        ):  # a pass over sharded weights needs all processes
+        # a pass over sharded weights needs all processes
+        if not (self.engine.is_main or self.engine.sharded):
             return {}
         self.engine.encoder.train()
+        bank = self.bank
+        steps = bank.step - bank.ages().cpu()
+        if not len(steps):
+            return {}
+        positions = bank.index_in_step[: bank.stored]
         measured = []
-        for step, number, slots in self._sample():
-            cosines = self._cosines(step, number, slots)
-            if cosines is not None:
-                measured.append(cosines)
+        sample = torch.linspace(int(steps.min()), int(steps.max()), DRIFT_SAMPLE)
+        for step in sample.round().long().unique().tolist():
+            # the last micro-batch of a step stays in the bank for longest
+            rows = self.batches.rows_of(step, self.size.at(step))
+            slots = torch.nonzero((steps == step) & (positions >= sum(rows[:-1]))).flatten()
+            if len(slots) == rows[-1]:
+                slots = slots[positions[slots].argsort()]
+                cosines = self._cosines(step, len(rows) - 1, slots)
+                if cosines is not None:
+                    measured.append(cosines)
         if not measured:
             return {}
         queries = [cosines["query"] for cosines in measured if cosines["query"] is not None]
@@ -64,36 +72,6 @@ class Drift:
             "drift_passage_cosine": sum(cosines["passage"] for cosines in measured) / len(measured),
             "drift": measured,
         }
-
-    def _sample(self) -> list[tuple[int, int, torch.Tensor]]:
-        """Choose some past micro-batches, evenly spread over those whose rows are all in the bank.
-
-        Choose at most DRIFT_SAMPLE. Return (optimizer step, number in that step, bank slots of the
-        rows) for each micro-batch.
-        """
-        bank = self.bank
-        steps = bank.step - bank.ages().cpu()
-        positions = bank.index_in_step[: bank.stored]
-        # sort by step and position only once, because a bank may have thousands of micro-batches
-        slots = torch.from_numpy(np.lexsort((positions, steps)))
-        stored_steps, counts = steps[slots].unique_consecutive(return_counts=True)
-        complete: list[tuple[int, int, torch.Tensor]] = []
-        for step, slots_of_step in zip(
-            stored_steps.tolist(), slots.split(counts.tolist()), strict=True
-        ):
-            # rows of micro-batch n have the positions bounds[n] to bounds[n + 1] - 1 in their step
-            bounds = [0, *accumulate(self.batches.rows_of(step, self.size.at(step)))]
-            where = torch.searchsorted(positions[slots_of_step], torch.tensor(bounds)).tolist()
-            for number in range(len(bounds) - 1):
-                first, last = where[number], where[number + 1]
-                if (
-                    last - first == bounds[number + 1] - bounds[number]
-                ):  # else the bank has overwritten some rows
-                    complete.append((step, number, slots_of_step[first:last]))
-        if not complete:
-            return []
-        chosen = torch.linspace(0, len(complete) - 1, DRIFT_SAMPLE).round().long().unique().tolist()
-        return [complete[index] for index in chosen]
 
     def _cosines(self, step: int, number: int, slots: torch.Tensor) -> dict[str, Any] | None:
         """Return the age and the mean cosines of one past micro-batch.

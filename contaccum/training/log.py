@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 import time
-import warnings
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -96,11 +95,8 @@ class RunLog:
         )
         self.bar_shown = not self.bar.disable
 
-    def step(self, values: dict[str, Any], write: bool) -> None:
-        """Advance the progress bar by one optimizer step and show ``values``.
-
-        If ``write`` is true, add them to the log.
-        """
+    def step(self, values: dict[str, Any]) -> None:
+        """Advance the progress bar by one optimizer step; show and log its ``values``."""
         if not self.active:
             return
         self.bar.update()
@@ -115,12 +111,9 @@ class RunLog:
             self.printed = time.monotonic()
         else:
             self._print_progress(values)
-        if write:
-            self._write(values)
-            numbers = {
-                name: value for name, value in values.items() if isinstance(value, (int, float))
-            }
-            self._track(numbers, values["step"])
+        self._write(values)
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        self._track(numbers, values["step"])
 
     def _print_progress(self, values: dict[str, Any]) -> None:
         """Print a line about the progress after the first step, and a minute or 5 % of the steps.
@@ -186,14 +179,7 @@ class RunLog:
         with contextlib.suppress(OSError):  # a failed write has already raised an error
             self.file.close()
         for tracker in self.trackers:
-            try:
-                tracker.close()
-            except (
-                Exception
-            ) as error:  # the run itself may have ended well, or with an error that matters more
-                warnings.warn(
-                    f"run.trackers: {type(tracker).__name__} could not end: {error}", stacklevel=2
-                )
+            tracker.close()
 
 
 def mean_losses(
@@ -206,18 +192,13 @@ def mean_losses(
     if a loss is NaN or infinite.
     """
     logged = [loss.log() for loss in losses]
-    on_device = [
-        value.float()
-        for values in logged
-        for value in values.values()
-        if isinstance(value, torch.Tensor)
-    ]
+    names = [name for name, value in logged[0].items() if isinstance(value, torch.Tensor)]
     # one copy, because each copy waits for the device
-    numbers = iter(torch.stack(on_device).tolist())
-    for values in logged:
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                values[name] = next(numbers)
+    on_device = torch.stack(
+        [torch.as_tensor(values[name]).float() for values in logged for name in names]
+    )
+    for values, numbers in zip(logged, on_device.view(len(logged), -1).tolist(), strict=True):
+        values |= zip(names, numbers, strict=True)
     for number, values in enumerate(logged):
         loss = values["differentiated_loss"]
         if not math.isfinite(loss):
@@ -237,37 +218,24 @@ def named_queries(ids: list[str]) -> str:
     return f"queries {', '.join(ids[:8])}{', …' if len(ids) > 8 else ''}"
 
 
-def write_environment(run: Path, engine: Engine, resumed: bool) -> None:
+def write_environment(run: Path, engine: Engine) -> None:
     """Write environment.json: versions, device, and how many processes, cores and threads.
 
-    No host or user names.
-
-    Warn if a run that is resumed on a CPU has another number of threads: torch then adds numbers in
-    another order.
+    No host or user names. A run that is resumed on a CPU gives the same bytes only with the same
+    number of threads.
     """
-    device, threads = engine.device, torch.get_num_threads()
-    with contextlib.suppress(InputError):  # a damaged file is written again
-        before = read_environment(run).get("threads", threads)
-        if resumed and device.type == "cpu" and before != threads:
-            warnings.warn(
-                f"{run}: this run had {before} threads and now has {threads}, so its weights can "
-                "differ in the last digits from those of an uninterrupted run. For the same "
-                f"bytes, set OMP_NUM_THREADS={before}.",
-                stacklevel=2,
-            )
+    device = engine.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     environment = {
         "python": platform.python_version(),
-        "contaccum": __version__,  # a checkout that is not installed has no metadata
-        "torch": str(
-            torch.__version__
-        ),  # with its CUDA version, which the metadata of PyPI's wheels do not have
+        "contaccum": __version__,
+        "torch": str(torch.__version__),  # with its CUDA version
         **{package: metadata.version(package) for package in PACKAGES},
         "system": platform.system(),
         "device": f"{device.type} ({name})",
         "processes": engine.world,
         "cores": os.cpu_count(),
-        "threads": threads,
+        "threads": torch.get_num_threads(),
     }
     write_json(run / ENVIRONMENT_FILE, environment)
 

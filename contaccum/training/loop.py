@@ -41,6 +41,7 @@ from contaccum.training.trackers import check_trackers
 
 DEV_DEPTH = max(METRIC_CUTS)  # number of passages to retrieve for each dev query
 SAVE_SECONDS = 600.0  # maximum time between two checkpoints
+BANK_CHECK_STEPS = 100  # steps between two checks that the banks of all processes are equal
 
 
 def train(
@@ -113,8 +114,6 @@ class Training:
         self.engine, self.signals, self.after_step = engine, signals, after_step
         self.folder = Path(config.output_dir)
         checkpoint = newest_checkpoint(self.folder) if config.resume else None
-        if checkpoint:
-            run_folder.refuse_fixed_changes(config)
 
         # data
         self.dev: RetrievalSet | None = None
@@ -176,7 +175,7 @@ class Training:
         check_total(config, self.total)
 
         # state of the run
-        self.identity = run_folder.run_identity(config, engine, self.encoder, train_set, self.dev)
+        self.identity = run_folder.run_identity(config, engine, train_set, self.dev)
         self.done = 0  # number of finished steps
         self.best: dict[str, Any] = {}  # step, score, metric and dev set of the best evaluation
         self.evaluated = 0  # step of the last evaluation
@@ -196,7 +195,7 @@ class Training:
                 f"format_version: {CONFIG_VERSION}\n{to_yaml(config)}",
             )
             if self.done < self.total or not checkpoint:
-                write_environment(self.folder, engine, resumed=bool(checkpoint))
+                write_environment(self.folder, engine)
         self.log = RunLog(engine.is_main, config, self.total, self.done)
         pairs = config.batch.global_batch_size
         self.log.say(
@@ -274,9 +273,6 @@ class Training:
             self.save()
         engine.free_memory()  # memory that was used to read and tokenize the data
         engine.reset_peak_memory()
-        unlogged = 0  # steps since the last logged step
-        seconds = 0.0  # time of these steps
-        waited = 0.0  # time for which they waited for data
         prepared = self.prefetch_steps()
         try:
             while self.done < self.total and not self.stopped_early():
@@ -301,29 +297,19 @@ class Training:
                     prepared = self.prefetch_steps()
                     continue
                 self.done += 1
-                unlogged += 1
-                seconds += time.perf_counter() - start
-                waited += got_data - start
+                seconds = time.perf_counter() - start
                 if self.after_step is not None:
                     self.after_step(self)
 
                 # log
-                values["seconds"] = seconds / unlogged
-                values["waited"] = waited / unlogged
-                values["pairs_per_second"] = config.batch.global_batch_size * unlogged / seconds
+                values["seconds"] = seconds
+                values["waited"] = got_data - start  # for data
+                values["pairs_per_second"] = config.batch.global_batch_size / seconds
                 if self.done_every(config.run.drift_steps):
                     values |= self.drift.measure()
-                last = self.done == self.total
-                write = last or self.done_every(config.run.log_steps)
-                self.log.step(values, write)
-                if write:
-                    unlogged = 0
-                    seconds = 0.0
-                    waited = 0.0
+                self.log.step(values)
 
                 # evaluate
-                if engine.is_main:
-                    run_folder.require_lock(self.folder)
                 if self._evaluation_due():
                     try:
                         self.evaluate()
@@ -332,11 +318,10 @@ class Training:
                         raise
 
                 # save, and stop after a signal to any process
-                last = last or self.stopped_early()
+                last = self.done == self.total or self.stopped_early()
                 stop = engine.largest(self.signals.received)
                 save = self.checkpoint_due(last) or stop > 0
-                every = config.run.bank_check_steps
-                check_bank = engine.world > 1 and every > 0 and (save or self.done_every(every))
+                check_bank = engine.world > 1 and (save or self.done_every(BANK_CHECK_STEPS))
                 if check_bank and (others := engine.differing(bank.fingerprint())):
                     good = run_folder.last_good_state(self.folder)
                     raise RuntimeError(

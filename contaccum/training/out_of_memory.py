@@ -146,11 +146,6 @@ def shrink(
         advice = (
             "Use grad_cache, which computes the same gradients in the memory of one micro-batch."
         )
-    elif config.batch.on_out_of_memory == "stop":
-        problem = "batch.on_out_of_memory is stop"
-        advice = (
-            "To continue with smaller micro-batches, add --resume --batch.on_out_of_memory shrink."
-        )
     elif not size.shrink(step):
         problem = "smaller micro-batches are impossible"
         advice = (

@@ -133,15 +133,13 @@ def _load_encoder(
 
 
 def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
-    """Apply dropout, attention, padding, quantization, checkpointing and compilation settings."""
+    """Apply dropout, attention, padding, quantization and checkpointing settings."""
     encoder.set_dropout(config.model.dropout, config.model.attention_dropout)
     encoder.set_attention(config.model.attention, choose_unpad(config, encoder))
     if config.model.quantize == "4bit":
         encoder.set_compute_dtype(torch_dtype(config.run.precision))
     if config.model.gradient_checkpointing:
         encoder.gradient_checkpointing_enable()
-    if config.run.compile != "off":
-        encoder.compile_backbones()
 
 
 def build_batches(
@@ -216,8 +214,9 @@ def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet) -> Pai
             passages=training_vectors(encoder, train_set, "passage", engine, tokens),
         )
         vectors = f"guide {guide.queries.name} {guide.passages.name}"
-        key = f"margin {loss.guide_margin} {loss.margin_strategy} {vectors}"
-        rules = replace(rules, margin=loss.guide_margin, guide=guide, key=key)
+        margin = loss.false_negative_margin or 0.0
+        key = f"margin {margin} {loss.margin_strategy} {vectors}"
+        rules = replace(rules, margin=margin, guide=guide, key=key)
     separate = [not member.in_batch_negatives for member in train_set.members]
     if any(separate):
         # (queries,)
@@ -313,7 +312,7 @@ def build_bank(config: TrainConfig, engine: Engine, encoder: DualEncoder, loss: 
         settings.max_query_length + (1 + config.data.hard_negatives) * settings.max_passage_length
     )
     options = BankOptions(
-        hard_negatives=config.data.hard_negatives if config.bank.hard_negatives else 0,
+        hard_negatives=config.data.hard_negatives,
         columns_only=config.spec.bank != "pairs",
         row_weight=config.bank.row_weight,
         keep=config.bank.keep,
@@ -370,15 +369,9 @@ def make_optimizer(encoder: DualEncoder, config: OptimConfig) -> torch.optim.Opt
 
 
 def warmup_steps(config: OptimConfig, total: int) -> int:
-    """Return the number of warm-up steps.
-
-    The config sets this number, or a share of the ``total`` steps.
-    """
-    return (
-        config.warmup_steps or 0
-        if config.warmup_ratio is None
-        else math.ceil(config.warmup_ratio * total)
-    )
+    """Return the number of warm-up steps of a run of ``total`` steps."""
+    steps = config.warmup_steps
+    return int(steps) if steps >= 1 else math.ceil(steps * total)
 
 
 def learning_rate_factor(step: int, total: int, warmup: int, schedule: str) -> float:

@@ -57,7 +57,6 @@ def test_unpadded_gradients_equal_padded(precision, same, attention):
 
 SWITCHES = {
     "eager": lambda encoder: None,
-    "compiled": lambda encoder: encoder.compile_backbones(),
     "unpadded": lambda encoder: encoder.set_attention("auto", unpad=True),
 }
 

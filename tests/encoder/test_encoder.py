@@ -1,8 +1,6 @@
 """DualEncoder: pooling, folders for transformers and sentence-transformers, refusals."""
 
 import json
-import os
-import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,7 +26,6 @@ from contaccum.encoder import (
     tiny_tower,
 )
 from contaccum.encoder.folders import NO_LIMIT
-from contaccum.encoder.tokenizer import encoding_lock
 from contaccum.errors import InputError
 
 
@@ -220,19 +217,6 @@ def test_threads_can_encode_at_the_same_time():
     for number, vectors in enumerate(found):
         np.testing.assert_array_equal(vectors, expected[number % 2])
     assert np.abs(expected[0] - expected[1]).max() > 0.01  # control: the lengths matter
-
-
-def test_a_process_forked_while_a_thread_encodes_can_encode():
-    encoder = words_encoder()
-    with encoding_lock(encoder):  # as another thread does
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)  # ends a child that waits for the lock
-            try:
-                os._exit(len(encoder.encode_queries(["the red fox"])))
-            finally:
-                os._exit(9)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def test_passage_encoder_keeps_its_settings_for_passages(tmp_path):

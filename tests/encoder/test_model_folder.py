@@ -55,7 +55,7 @@ def test_a_run_is_loaded_as_its_model(trained, tmp_path):
         ("x" * 400, "no such folder"),
         ("nul\0", "no such folder"),
         ("", "no such folder"),
-        ("file", "this is not a folder"),
+        ("file", "no such folder"),
         ("run", "this run has no model/ yet, because its training is not finished"),
         (
             "s3://bucket/model",

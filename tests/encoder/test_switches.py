@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import VOCABULARY, largest_difference, micro_batches, run_steps, tiny_encoder
-from safetensors.torch import load_file
 from tiny_families import FAMILIES, OTHERS, SIZES
 from transformers import AutoConfig, AutoModel
 
@@ -21,7 +20,6 @@ from contaccum.encoder.kernels import (
 from contaccum.encoder.tokenizer import wordpiece_tokenizer
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
-from contaccum.runtime.engine import Engine
 
 SAME = 1e-5
 DIFFERENT = 1e-3
@@ -355,51 +353,3 @@ def test_set_dropout_sets_every_dropout_of_the_family(family):
     encoder.set_dropout(0.0)
     assert torch.equal(encoder(batch)[0], encoder(batch)[0])
     assert not encoder.has_dropout()
-
-
-@pytest.mark.acceptance  # compilers take their time
-def test_compiled_gradients_equal_plain(tmp_path):
-    data = [micro_batches(3, 4, 1, seed=i) for i in range(2)]
-    start, trained = tiny_encoder(), []
-
-    def switch(encoder):
-        trained.append(encoder)
-        encoder.compile_backbones()
-
-    plain, _ = run_steps("cont_cache", data, bank_size=16, push=12, encoder=start)
-    counters = torch._dynamo.utils.counters["stats"]
-    before = counters["unique_graphs"]
-    found, _ = run_steps("cont_cache", data, bank_size=16, push=12, encoder=start, switch=switch)
-    assert counters["unique_graphs"] > before
-    zero = {name: torch.zeros_like(parameter) for name, parameter in trained[0].named_parameters()}
-    assert (
-        largest_difference(
-            [{**zero, **step} for step in found], [{**zero, **step} for step in plain]
-        )
-        < 1e-4
-    )
-    trained[0].save(tmp_path / "model")
-    start.save(tmp_path / "plain")
-    states = [
-        load_file(tmp_path / name / "query_encoder" / "model.safetensors")
-        for name in ("model", "plain")
-    ]
-    assert states[0].keys() == states[1].keys()
-
-
-@pytest.mark.acceptance
-def test_compiled_passes_replay_dropout():
-    """GradCache's two passes are compiled separately and must draw equal noise."""
-    batches = micro_batches(2, 4)
-    encoder = tiny_encoder(dropout=0.3).train()
-    encoder.compile_backbones()
-    engine = Engine(device="cpu")
-    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
-    passes = []
-    for graph in (False, True, True):
-        with torch.set_grad_enabled(graph):
-            passes.append([each.detach() for each in engine.encoded(engine.passes(batches))])
-        engine.step = int(len(passes) > 1)  # the third pass belongs to another step
-    for first, second, other in zip(*passes, strict=True):
-        torch.testing.assert_close(first, second, atol=1e-6, rtol=0)
-        assert (first - other).abs().max() > DIFFERENT

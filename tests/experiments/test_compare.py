@@ -211,7 +211,7 @@ def test_settings_are_compared_again_after_waiting_for_another_call(
         ),
         (["--vary", "optim.learning_rate=1e-3,0.001"], "equal settings; remove one of them"),
         (["--budget", "40f"], "one step of cont_accum costs"),
-        (["--budget", "96f", "--optim.warmup_steps", 2], "Use optim.warmup_ratio"),
+        (["--budget", "96f", "--optim.warmup_steps", 2], "Use a share of the steps, such as 0.1"),
         (["--tune", "bank.size=2,3"], "no combination of the tuned values is valid"),
         (["--tune", "bank.size=16", "--tune", "bank.size=24"], "each setting only once"),
         (["--against", "in_batch"], "--against is 'in_batch'; choose from cont_accum"),

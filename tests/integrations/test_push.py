@@ -35,7 +35,6 @@ def run(tmp_path_factory) -> Path:
         "run.eval_steps": 3,
         "run.metric": "recall@10",
     }
-    changes["run.log_steps"] = 2
     train(train_config(data, folder / "run", **changes))
     metrics = evaluate(str(folder / "run" / "model"), str(data))
     write_json(folder / "run" / "metrics.json", {"data": str(data), "split": "test", **metrics})

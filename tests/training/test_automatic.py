@@ -81,7 +81,6 @@ def test_micro_batch_size_by_method():
         ({}, True),
         ({"model.attention": "sdpa"}, False),
         ({"model.attention": "eager"}, False),
-        ({"run.compile": "default"}, False),
         ({"model.unpad": False}, False),
         ({"model.unpad": True, "model.attention": "sdpa"}, True),
     ],
@@ -155,9 +154,9 @@ def test_a_probe_that_does_not_fit_gets_fewer_texts(monkeypatch):
             ],
         ),
         (
-            {"method": "grad_accum", "run.compile": "default", "run.precision": "bf16"},
+            {"method": "grad_accum", "model.attention": "sdpa", "run.precision": "bf16"},
             [
-                "model.unpad: false (run.compile is default)",
+                "model.unpad: false (model.attention is sdpa)",
                 "batch.micro_batch_size of grad_accum: 8 pairs",
             ],
         ),

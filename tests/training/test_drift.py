@@ -44,7 +44,7 @@ def test_drift_is_zero_only_for_unchanged_weights(method, share, data, tmp_path)
     assert load_run_record(tmp_path / "0.001").steps[-1]["drift_passage_cosine"] < 1
     last = read_log(tmp_path / "0.001")[-1]["drift"]
     ages = [one["age"] for one in last]
-    assert ages == [2, 1, 1, 1]  # 8 of 24 rows, two micro-batches, are of the step before
+    assert ages == [2, 1]  # 8 of 24 rows are of the step before
     if method == "cont_accum":  # older rows have drifted further
         assert last[0]["age"] > last[-1]["age"]
         assert last[0]["passage"] < last[-1]["passage"]
@@ -169,7 +169,8 @@ def test_logged_clipped_norms_equal_gradient_norms(data, tmp_path):
     assert line["query_grad_norm_clipped"] == line["query_grad_norm"]
 
 
-def test_drift_sample_spans_oldest_to_newest_rows(data, tmp_path):
+def test_drift_measures_steps_from_the_oldest_to_the_newest(data, tmp_path, monkeypatch):
+    """Of each step the last micro-batch, also if the bank has only a part of the oldest step."""
     config = train_config(data, tmp_path / "run", **{"bank.size": 40})
     engine, train_set = Engine(device="cpu"), open_train_set(data)
     encoder = parts.build_encoder(config, train_set).train()
@@ -186,9 +187,15 @@ def test_drift_sample_spans_oldest_to_newest_rows(data, tmp_path):
         METHODS["cont_accum"](engine, batches.step(step), bank, loss)
         engine.update()
         bank.end_step()
-    assert [(step, number) for step, number, _ in drift._sample()] == [
-        (0, 2),
-        (1, 1),
-        (2, 0),
-        (2, 3),
-    ]
+    measured, cosines = [], drift._cosines
+
+    def seen(step, number, slots):
+        measured.append((step, number))
+        steps, positions = bank.step - bank.age[slots].cpu(), bank.index_in_step[slots]
+        assert steps.tolist() == [step] * 4
+        assert positions.tolist() == [12, 13, 14, 15]
+        return cosines(step, number, slots)
+
+    monkeypatch.setattr(drift, "_cosines", seen)
+    assert drift.measure()["drift_passage_cosine"] == pytest.approx(1, abs=1e-6)
+    assert measured == [(0, 3), (1, 3), (2, 3)]

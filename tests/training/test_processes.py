@@ -31,7 +31,6 @@ RUN = {
     "optim.max_steps": None,
     "optim.epochs": 2.3,
     "run.save_steps": 3,
-    "run.bank_check_steps": 2,
 }
 """41 queries in steps of 16: epochs end inside steps, and the last step goes beyond the last
 epoch's end."""
@@ -91,13 +90,7 @@ def runs(tmp_path_factory):
     runs.add("full", 2, fault="has_a_full_disk")
     runs.add("memory", 2, fault="runs_out_of_memory")
     runs.add("stuck", 2, fault="is_stuck", grace=0, **{"run.timeout_minutes": 0.2})
-    runs.add(
-        "flipped",
-        2,
-        fault="flips_a_bit_of_its_bank",
-        **{"run.save_steps": 0, "run.bank_check_steps": 1},
-    )
-    runs.add("unchecked", 2, fault="flips_a_bit_of_its_bank", **{"run.bank_check_steps": 0})
+    runs.add("flipped", 2, fault="flips_a_bit_of_its_bank", **{"run.save_steps": 2})
     runs.add("refused", 1, "--resume", run="stuck", **{"batch.micro_batch_size": 2})
     runs.add("blind", 2, "--resume", run="stuck", fault="sees_no_checkpoint")
     runs.add("wrong", 2, **{"data.split": "absent"})
@@ -226,7 +219,7 @@ def test_dev_evaluation_shares_the_corpus_and_gives_every_process_the_metrics_of
 
 
 SOUND = [
-    "of 1", "of 2", "of 4", "machines", "unchecked", "2 to 2", "2 to 1", "2 to 4", "1 to 2",
+    "of 1", "of 2", "of 4", "machines", "2 to 2", "2 to 1", "2 to 4", "1 to 2",
     "other rows",
 ]  # fmt: skip
 
@@ -325,7 +318,7 @@ def test_bank_that_differs_between_processes_stops_the_run(runs):
         )
         == 1
     )
-    assert "the run has no checkpoint yet" in said
+    assert "the last good state is" in said
 
 
 def test_machines_without_shared_output_folder_are_refused(runs):
@@ -405,11 +398,8 @@ def test_torchrun_reports_the_traceback_of_the_first_failure(tmp_path):
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "configured for FSDP"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "configured for FSDP"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "configured for DeepSpeed"),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "configured for Megatron-LM"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "configured for a parallelism config"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "ACCELERATE_USE_FSDP to true"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED to true"),
     ],
 )
 def test_unsupported_launchers_are_refused(environment, words, tmp_path, monkeypatch):

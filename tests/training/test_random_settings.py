@@ -30,7 +30,6 @@ CHOICES = {
     "batch.order": ["shuffled", "file"],
     "bank.size": [None, 0, 24, 40],
     "bank.row_weight": ["all", "current"],
-    "bank.hard_negatives": [False, True],
     "bank.keep": [False, True, True],
     "bank.warmup_steps": [0, 0, 3],
     "bank.age_decay": [0.0, 0.1],
@@ -40,10 +39,9 @@ CHOICES = {
     "loss.matryoshka_dims": [[], [16, 8]],
     "loss.distillation": ["none", "kl", "margin"],
     "optim.schedule": ["linear", "cosine"],
-    "optim.warmup_steps": [None, 2],
+    "optim.warmup_steps": [0, 0.5, 2],
     "run.precision": ["fp32", "bf16"],
     "run.save_steps": [1, 2],
-    "run.log_steps": [1, 2],
     "run.drift_steps": [0, 2],
 }
 

@@ -40,24 +40,6 @@ def broken_after(run: Path, step: int, copy: Path) -> Path:
     return copy
 
 
-def test_another_number_of_threads_is_named(data, tmp_path):
-    """torch adds numbers in an order that depends on the threads, so the result has other bytes."""
-    changes = {"optim.max_steps": 2, "run.save_steps": 1}
-    train(train_config(data, tmp_path / "whole", **changes))
-    run = broken_after(tmp_path / "whole", 1, tmp_path / "run")
-    file = run / "environment.json"
-    file.write_text("")  # damaged: written again, without a warning, which would be an error
-    train(train_config(data, run, resume=True, **changes))
-    file.write_text(json.dumps({**json.loads(file.read_text()), "threads": 99}))
-    # finished: no step has another number of threads
-    train(train_config(data, run, resume=True, **changes))
-    assert json.loads(file.read_text())["threads"] == 99
-    shutil.rmtree(run / "checkpoints" / "step-00000002")
-    shutil.rmtree(run / "model")
-    with pytest.warns(UserWarning, match=r"had 99 threads and now has \d+.*set OMP_NUM_THREADS=99"):
-        train(train_config(data, run, resume=True, **changes))
-
-
 @pytest.mark.parametrize("best", ["last", "earlier"])
 def test_deleted_model_of_the_best_score_is_written_again(best, data, tmp_path):
     """The checkpoint has the weights of its own step: the best ones, or the next best."""
@@ -72,10 +54,7 @@ def test_deleted_model_of_the_best_score_is_written_again(best, data, tmp_path):
         state["best"] |= {"step": 2, "score": 1.0}  # which no later score can exceed
         (folder / "state.json").write_text(json.dumps(state))
         files = json.loads((folder / "manifest.json").read_text())
-        files["state.json"] = {
-            "size": (folder / "state.json").stat().st_size,
-            "sha256": sha256_of(folder / "state.json"),
-        }
+        files["state.json"] = sha256_of(folder / "state.json")
         (folder / "manifest.json").write_text(json.dumps(files))
     with pytest.warns(UserWarning, match="the best score so far is ignored: its model was deleted"):
         train(train_config(data, run, resume=True, **settings))
@@ -183,7 +162,10 @@ def test_damaged_checkpoints_are_ignored(data, tmp_path, capsys):
     file.write_bytes(content)
     assert newest_checkpoint(run).folder == folders[2]
     said = capsys.readouterr().err
-    assert f"{folders[0]}: this checkpoint is ignored: manifest.json is missing" in said
+    assert (
+        f"{folders[0]}: this checkpoint is ignored: {folders[0]}/manifest.json: cannot be read"
+        in said
+    )
     assert f"{folders[1]}: this checkpoint is ignored: bank.safetensors is damaged" in said
     train(train_config(data, run, resume=True))
     assert weights(run) == before

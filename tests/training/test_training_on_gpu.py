@@ -48,11 +48,6 @@ def test_half_precision_losses_are_close_to_fp32(method, precision, data, tmp_pa
     assert found == pytest.approx(losses(data, tmp_path / "whole", method), rel=0.05)
 
 
-def test_compiled_towers_give_the_same_losses(data, tmp_path):
-    found = losses(data, tmp_path / "compiled", **{"run.compile": "default"})
-    assert found == pytest.approx(losses(data, tmp_path / "plain"), rel=1e-3)
-
-
 def test_resumed_gpu_run_equals_uninterrupted_run(data, tmp_path):
     steady = {"run.save_steps": 2, "optim.schedule": "constant"}
     whole = losses(data, tmp_path / "whole", **steady)
