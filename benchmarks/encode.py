@@ -27,7 +27,7 @@ OURS, PEER = "contaccum", "sentence-transformers"
 
 def texts_of(data: str, count: int | None) -> list[str]:
     """Return all passages of a folder, or ``count`` of them at equal distances."""
-    corpus = Texts.of_corpus(open_dataset(data, policy=DataPolicy(repair=True)).corpus)
+    corpus = Texts("passage", open_dataset(data, policy=DataPolicy(repair=True)).corpus)
     if count is None or count >= corpus.rows:
         return corpus.read(0, corpus.rows)[1]
     return [

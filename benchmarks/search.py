@@ -25,7 +25,7 @@ from beir.retrieval.search.dense import DenseRetrievalExactSearch
 from common import interleaved, make_parser, publish, ratio, summary, table
 from fresh import add_worker, in_fresh_process
 
-from contaccum.retrieval.retriever import search_vectors
+from contaccum.retrieval.exact import ExactIndex
 from contaccum.retrieval.shards import EncodingJob, Shard, ShardFolder, write_manifest, write_shard
 from contaccum.runtime.processes import peak_resident
 
@@ -96,27 +96,23 @@ def prepare(
     """Load or build what a searcher needs; return its search, query -> passage -> score."""
     names = [f"q{number}" for number in range(len(queries))]
     shards = ShardFolder(folder)
-    if kind == OURS:
-        return lambda: {
-            name: dict(hits)
-            for name, hits in search_vectors(names, queries, shards, k, device=device).items()
-        }
     ids = [passage for shard in shards for passage in shard.ids]
+
+    def named(scores: np.ndarray, rows: np.ndarray) -> dict[str, dict[str, float]]:
+        return {
+            name: {ids[row]: float(score) for row, score in zip(found, values, strict=True)}
+            for name, found, values in zip(names, rows, scores, strict=True)
+        }
+
+    if kind == OURS:
+        return lambda: named(*ExactIndex(shards, device=device).search(queries, k))
     if kind == RAW:
         import faiss
 
         index = faiss.IndexFlatIP(shards.dimension)
         for shard in shards:
             index.add(np.ascontiguousarray(shard.vectors))
-
-        def raw() -> dict[str, dict[str, float]]:
-            scores, rows = index.search(queries, k)
-            return {
-                name: {ids[row]: float(score) for row, score in zip(found, values, strict=True)}
-                for name, found, values in zip(names, rows, scores, strict=True)
-            }
-
-        return raw
+        return lambda: named(*index.search(queries, k))
     vectors = np.empty((shards.job.rows, shards.dimension), dtype=np.float32)
     for number, shard in enumerate(shards):
         vectors[slice(*shards.job.span(number))] = shard.vectors
@@ -125,12 +121,8 @@ def prepare(
 
         def product() -> dict[str, dict[str, float]]:
             top = [torch.topk(part @ passages, k) for part in asked.split(128)]
-            scores = torch.cat([part.values for part in top]).tolist()
-            rows = torch.cat([part.indices for part in top]).tolist()
-            return {
-                name: {ids[row]: score for row, score in zip(found, values, strict=True)}
-                for name, found, values in zip(names, rows, scores, strict=True)
-            }
+            scores = torch.cat([part.values for part in top]).numpy()
+            return named(scores, torch.cat([part.indices for part in top]).numpy())
 
         return product
     corpus = {passage: {"title": "", "text": passage} for passage in ids}

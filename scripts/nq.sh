@@ -18,6 +18,6 @@ launch=(${LAUNCH:-python -m})
 "${launch[@]}" contaccum encode --model "$output/model" --input "$PASSAGES" --output "$output/embeddings" --dtype float16
 if ! is_newest "$output/metrics.json" "$output/embeddings"; then
     contaccum evaluate --model "$output/model" --questions "$QUESTIONS" --passages "$PASSAGES" \
-        --embeddings "$output/embeddings" --dtype float16 --output "$output/metrics.json"
+        --embeddings "$output/embeddings" --output "$output/metrics.json"
 fi
 python -c 'import json, sys; print(json.load(open(sys.argv[1]))["mean"])' "$output/metrics.json"

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
@@ -26,6 +27,9 @@ from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.loss import InfoNCE
 from contaccum.methods.objective import FULL_WIDTH, Loss, MatryoshkaBank, Objective
+from contaccum.retrieval.exact import ExactIndex
+from contaccum.retrieval.index import Index, Origin
+from contaccum.retrieval.shards import Shard
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import sha256_of
 
@@ -401,3 +405,32 @@ def read_corpus(path: Path) -> Iterator[Passage]:
 
 def read_examples(path: Path) -> Iterator[Example]:
     return (example for _, example in numbered_examples(path))
+
+
+def search_vectors(
+    names: list[str],
+    queries: np.ndarray,
+    shards: list[Shard],
+    k: int,
+    *,
+    factory: str = "Flat",
+    search_params: str = "",
+    backend: str = "auto",
+    device: str = "auto",
+) -> dict[str, list[tuple[str, float]]]:
+    """Search with query vectors in shards, exactly or with an index of faiss."""
+    if factory == "Flat":
+        scores, rows = ExactIndex(shards, backend=backend, device=device).search(queries, k)
+    else:
+        index = Index.build(shards, Origin(factory), device)
+        index.set_search_params(search_params)
+        scores, rows = index.search(queries, k)
+    ids = [passage_id for shard in shards for passage_id in shard.ids]
+    return {
+        name: [
+            (ids[row], score)
+            for row, score in zip(rows[number].tolist(), scores[number].tolist(), strict=True)
+            if row >= 0
+        ]
+        for number, name in enumerate(names)
+    }

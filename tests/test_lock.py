@@ -11,7 +11,6 @@ import pytest
 
 from contaccum.config import TrainConfig
 from contaccum.errors import InputError
-from contaccum.retrieval.shards import EncodingJob, check_folder
 from contaccum.runtime import locks as module
 from contaccum.runtime.locks import LOCK_FILE, folder_lock, waiting_lock
 from contaccum.training.run_folder import claimed_folder
@@ -111,9 +110,6 @@ def test_an_empty_lock_is_taken_over_after_a_wait(tmp_path, monkeypatch, capsys)
 def test_the_file_of_a_killed_takeover_is_no_foreign_file(tmp_path):
     """filelock writes it while it takes over a lock; a second kill at that moment leaves it."""
     (tmp_path / f"{LOCK_FILE}.break.123.0123456789abcdef").write_text("")
-    check_folder(
-        tmp_path, EncodingJob("passage", "encoder", "source", rows=1, shard_size=1, dtype="float32")
-    )
     with claimed_folder(TrainConfig(output_dir=str(tmp_path))):
         pass
 

@@ -438,7 +438,7 @@ COMMANDS = {
         _doctor,
         "diagnose the installation and suggest fixes",
         "Print the version of contaccum and a verdict, then the result of each check: versions, "
-        "devices, flash-attention, faiss on CPU and GPU, memory, disks, network. Exit code 1 if a "
+        "devices, faiss on CPU and GPU, caches, network. Exit code 1 if a "
         "required part does not work.",
         "%(prog)s [--help]",
     ),

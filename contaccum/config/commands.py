@@ -17,14 +17,12 @@ class SearchConfig:
     """Settings for encoding and searching a corpus."""
 
     embeddings: str | None = setting(None, metavar="DIR")
-    """Folder of the corpus vectors. Existing shards are read, and missing shards are computed and
-    written. Default: the cache."""
+    """Folder of the corpus vectors. Existing shards are read (`contaccum encode` can write them in
+    float16), and missing shards are computed and written. Default: the cache."""
     cache: bool = True
     """Keep the vectors of the corpus in the cache, in float32, so that later commands with the same
     model and corpus do not encode it again. Larger vectors than 4 GB are not kept; use
     --embeddings. Several processes do not use the cache."""
-    dtype: Literal["float16", "float32"] = "float32"
-    """Data type of the vectors on disk."""
     batch_tokens: PositiveInt | None = None
     """Maximum number of tokens in one forward pass, including padding. A longer text is encoded
     alone. Default: 16384, or 1024 per thread on a CPU."""
@@ -40,8 +38,22 @@ class SearchConfig:
     search_params: str = ""
     """Search parameters of an approximate index, such as nprobe=16 or efSearch=128. These
     parameters trade speed for recall."""
-    seed: NonNegativeInt = 0
-    """Random seed for choosing the vectors that train an approximate index."""
+
+    def check(self, processes: int = 1) -> None:
+        """Raise InputError if settings contradict each other or the number of processes."""
+        if self.factory == "Flat":
+            for name in ("search_params", "index_dir"):
+                if value := getattr(self, name):
+                    raise InputError(
+                        f"{name} {value!r} has no effect on the exact index 'Flat'; choose an "
+                        "approximate index with --factory"
+                    )
+        elif processes > 1 or self.backend == "torch":
+            raise InputError(
+                f"index {self.factory!r} needs one process and faiss, but {processes} were started "
+                f"with the backend {self.backend}. Several processes and the backend torch support "
+                "only the exact index 'Flat'."
+            )
 
 
 @dataclass(eq=False, repr=False)
@@ -212,8 +224,7 @@ class MineConfig:
     cross_encoder_batch_size: PositiveInt = 32
     """Number of query-passage pairs in one forward pass of the cross-encoder."""
     seed: NonNegativeInt = 0
-    """Random seed for `sampling_strategy: random`, and for choosing the vectors that train an
-    approximate index."""
+    """Random seed for `sampling_strategy: random`."""
 
     def check(self) -> None:
         """Raise InputError if a setting is out of range or if two settings contradict."""

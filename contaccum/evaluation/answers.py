@@ -8,7 +8,6 @@ passage. Source: Karpukhin et al. 2020, "Dense Passage Retrieval", section 5, an
 paper.
 """
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from unicodedata import normalize
@@ -28,9 +27,7 @@ from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.processes import ALONE, Processes
 
 CUTOFFS = (1, 5, 20, 100)
-MATCHES = ("string", "regex")
 SECONDS_PER_MATCH = 1.0  # maximum time of a pattern on one passage; some patterns would never end
-QUESTIONS_AT_ONCE = 64  # number of questions whose passages are in memory at a time
 
 _TOKEN = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")
 _FLAGS = regex.IGNORECASE | regex.UNICODE | regex.MULTILINE
@@ -47,36 +44,22 @@ def token_string(text: str) -> str:
     return f" {' '.join(tokens)} " if tokens else ""
 
 
-def compile_answers(answers: Sequence[str]) -> "list[regex.Pattern[str]]":
-    """Compile the answers that are regular expressions.
+def contains(text: str, pattern: str, question_id: str) -> bool:
+    """Return whether an answer that is a regular expression matches a text.
 
-    Leave out empty answers and invalid patterns.
-    """
-    patterns = []
-    for answer in answers:
-        try:
-            if answer:
-                patterns.append(regex.compile(normalize("NFD", answer), _FLAGS))
-        except (
-            regex.error,
-            ValueError,
-        ):  # ValueError: a flag that contradicts _FLAGS, such as (?a)
-            continue
-    return patterns
-
-
-def matches(pattern: "regex.Pattern[str]", text: str, question_id: str) -> bool:
-    """Return whether a pattern matches a text.
-
-    Raise InputError if the search takes longer than ``SECONDS_PER_MATCH``.
+    An empty answer and an invalid pattern match nothing, as in DPR. Raises InputError if the search
+    takes longer than ``SECONDS_PER_MATCH``.
     """
     try:
-        return pattern.search(text, timeout=SECONDS_PER_MATCH) is not None
+        expression = regex.compile(normalize("NFD", pattern), _FLAGS)
+        return pattern != "" and bool(expression.search(text, timeout=SECONDS_PER_MATCH))
     except TimeoutError as error:
         raise InputError(
-            f"question {question_id}: its answer pattern {pattern.pattern!r} took more than "
+            f"question {question_id}: its answer pattern {pattern!r} took more than "
             f"{SECONDS_PER_MATCH:g} s on one passage. Simplify nested repetitions such as (a+)+."
         ) from error
+    except (regex.error, ValueError):  # ValueError: a flag that contradicts _FLAGS, such as (?a)
+        return False
 
 
 def answer_accuracy(
@@ -94,68 +77,28 @@ def answer_accuracy(
     run: its query ids are the positions of the questions in ``questions``, from 0. A question
     without passages counts as wrong. match: ``string``, or ``regex`` if the answers are regular
     expressions. cutoffs: numbers of passages; 5 gives ``top5``. Raises InputError if the corpus
-    lacks a passage of the run, if no query id of the run is the position of a question, or if a
-    pattern takes more than a second on one passage.
+    lacks a passage of the run, or if a pattern takes more than a second on one passage.
     """
-    if match not in MATCHES:
-        raise InputError(f"match is {match!r}; expected one of {', '.join(MATCHES)}")
-    ids = [str(number) for number in range(len(questions))]
-    if not set(run) & set(ids):
-        raise InputError(
-            f"the run has none of the {len(questions)} questions; its query ids must be the "
-            "positions of the questions, from 0"
-        )
-    passages = {
-        key: [passage_id for passage_id, _ in run.get(key, [])[: max(cutoffs)]] for key in ids
-    }
-    row_of = rows_of(corpus, {passage_id for found in passages.values() for passage_id in found})
+    found = {passage_id for hits in run.values() for passage_id, _ in hits}
+    row_of = rows_of(corpus, found)
     per_query: dict[str, dict[str, float]] = {}
-    unusable = 0  # number of answers that are no pattern
-    texts: dict[str, str] = {}  # passage id -> text as the answers are compared with it
-    for number, (key, question) in enumerate(
-        zip(
-            tqdm(ids, desc="answers", unit="question", disable=None, leave=False),
-            questions,
-            strict=True,
-        )
-    ):
-        if number % QUESTIONS_AT_ONCE == 0:
-            needed = sorted(
-                {
-                    passage_id
-                    for near in ids[number : number + QUESTIONS_AT_ONCE]
-                    for passage_id in passages[near]
-                }
-            )
-            read = corpus[[row_of[passage_id] for passage_id in needed]]["text"] if needed else []
-            normalized = [
-                token_string(text) if match == "string" else normalize("NFD", text) for text in read
-            ]
-            texts = dict(zip(needed, normalized, strict=True))
-        needles: list[str] = []
-        patterns: list[regex.Pattern[str]] = []
-        if match == "string":
-            needles = [tokens for answer in question.answers if (tokens := token_string(answer))]
-        else:
-            patterns = compile_answers(question.answers)
-            unusable += len(question.answers) - len(patterns)
-        first_rank = None
-        for rank, passage_id in enumerate(passages[key], start=1):
-            text = texts[passage_id]
-            if any(needle in text for needle in needles) or any(
-                matches(pattern, text, key) for pattern in patterns
-            ):
+    bar = tqdm(questions, desc="answers", unit="question", disable=None, leave=False)
+    for number, question in enumerate(bar):
+        key = str(number)
+        rows = [row_of[passage_id] for passage_id, _ in run.get(key, [])[: max(cutoffs)]]
+        needles = [tokens for answer in question.answers if (tokens := token_string(answer))]
+        first_rank = float("inf")
+        for rank, text in enumerate(corpus[rows]["text"] if rows else [], start=1):
+            if match == "string":
+                searched = token_string(text)
+                answered = any(needle in searched for needle in needles)
+            else:
+                searched = normalize("NFD", text)
+                answered = any(contains(searched, answer, key) for answer in question.answers)
+            if answered:
                 first_rank = rank
                 break
-        per_query[key] = {
-            f"top{cutoff}": float(first_rank is not None and first_rank <= cutoff)
-            for cutoff in cutoffs
-        }
-    if unusable:
-        warnings.warn(
-            f"{unusable} answers are empty or not a regular expression; they match no passage",
-            stacklevel=2,
-        )
+        per_query[key] = {f"top{cutoff}": float(first_rank <= cutoff) for cutoff in cutoffs}
     return metrics_of(per_query)
 
 

@@ -1,6 +1,5 @@
 """Evaluate a retriever with the loader, the exact search and the metrics of the library BEIR."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +8,7 @@ import torch
 
 from contaccum.config.commands import EncoderConfig
 from contaccum.data.dataset import open_dataset
-from contaccum.errors import InputError, library_errors
+from contaccum.errors import library_errors
 from contaccum.evaluation.metrics import Metrics
 from contaccum.formats.records import Passage
 
@@ -38,19 +37,13 @@ class BeirEncoder:
     def encode_corpus(
         self, corpus: Sequence[Mapping[str, str]], batch_size: int = 0, **_: Any
     ) -> torch.Tensor:
-        """Encode n passages; return the vectors (n, d).
-
-        A passage has the keys ``title`` and ``text``.
-        """
+        """Encode n passages with title and text; return the vectors (n, d)."""
         return torch.from_numpy(self.encoder.encode_passages(contents(corpus), self.batch_tokens))
 
 
 def contents(corpus: Sequence[Mapping[str, str]]) -> list[str]:
     """Return title and text of each passage, joined."""
-    return [
-        Passage("", passage.get("title") or "", passage.get("text") or "").content
-        for passage in corpus
-    ]
+    return [Passage("", passage["title"], passage["text"]).content for passage in corpus]
 
 
 def evaluate_with_beir(
@@ -70,25 +63,13 @@ def evaluate_with_beir(
 
     from contaccum.encoder.precision import SAMPLE, load_encoder
 
-    folder = str(open_dataset(data, split).path)
+    dataset = open_dataset(data, split)
+    _ = dataset.retrieval_set  # warns of judged passages that are not in the corpus
     fix = "; expected a BEIR folder with unpacked files"
-    with library_errors(f"{folder}: BEIR cannot load it", ValueError, KeyError, fix=fix):
-        corpus, queries, qrels = GenericDataLoader(folder).load(split=split)
+    with library_errors(f"{dataset.path}: BEIR cannot load it", ValueError, KeyError, fix=fix):
+        corpus, queries, qrels = GenericDataLoader(str(dataset.path)).load(split=split)
     for passage in corpus.values():  # BEIR's search fails on a passage without a title
         passage["title"] = passage["title"] or ""
-    judged = [passage for grades in qrels.values() for passage in grades]
-    unknown = sum(passage not in corpus for passage in judged)
-    if unknown == len(judged):
-        raise InputError(
-            f"{folder}: none of the {len(judged)} judged passages, such as {judged[0]!r}, is in "
-            "the corpus; give the corpus that was judged"
-        )
-    if unknown:
-        warnings.warn(
-            f"{folder}: {unknown} judgements name a passage that is not in the corpus; these "
-            "passages count as not found",
-            stacklevel=3,
-        )
     if isinstance(model, str | Path):
         model = EncoderConfig.of(model)
     if isinstance(model, EncoderConfig):

@@ -1,6 +1,5 @@
 """Evaluate a retriever on several data sets, such as BEIR, and make a table of the metrics."""
 
-import hashlib
 import os
 import sys
 from collections.abc import Mapping
@@ -9,19 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from contaccum.catalog import HUB_PREFIX, NANO, fetch
+from contaccum.catalog import NANO
 from contaccum.catalog.download import FORUMS
-from contaccum.catalog.hub_sets import HubName
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.errors import InputError
 from contaccum.evaluation.evaluate import Evaluator, evaluate
-from contaccum.evaluation.metrics import SHOWN, Metrics, read_metrics
-from contaccum.formats.readers import beir_file
+from contaccum.evaluation.metrics import SHOWN, Metrics, average, read_metrics
 from contaccum.retrieval.encode import Texts, load_encoder_of
 from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, index_settings
-from contaccum.retrieval.shards import saved_dtype
-from contaccum.runtime.files import sha256_of, write_json
+from contaccum.runtime.files import write_json
 from contaccum.runtime.processes import ALONE, Processes
 
 BEIR = {
@@ -88,59 +84,60 @@ def evaluate_benchmark(
     """
     model = EncoderConfig.of(model)
     sets = benchmark_sets(os.fspath(data), split)
-    names = [file_name(benchmark_set.data) for benchmark_set in sets]
-    files = [Path(output) / f"{name}.json" if output is not None else None for name in names]
     # a wrong name or split is found before the model is loaded and the first set is evaluated
     with group.main_first():
-        for benchmark_set, file in zip(sets, files, strict=True):
-            if file is None or not file.is_file():
-                open_dataset(benchmark_set.data, benchmark_set.split, policy).check()
+        for benchmark_set in sets:
+            open_dataset(benchmark_set.data, benchmark_set.split, policy).check()
 
     # everything that changes the metrics; a finished file must have the same values
-    shared: dict[str, Any] = {
-        "model": model.model,
-        "encoder": BM25_NAME,
-        "k": k,
-        "relevance_level": relevance_level,
-    }
+    shared: dict[str, Any] = {"model": model.model, "k": k, "relevance_level": relevance_level}
     shared |= {**asdict(policy), "evaluator": evaluator}
     encoder = None
     if model.model != BM25_NAME:
         first = sets[0]
+        name = file_name(first.data)
         encoder = load_encoder_of(
             model,
             "passage",
-            lambda: Texts.of_corpus(
-                open_dataset(first.data, first.split, policy).retrieval_set.corpus
+            lambda: Texts(
+                "passage", open_dataset(first.data, first.split, policy).retrieval_set.corpus
             ),
-            settings.index_dir and Path(settings.index_dir) / names[0],
-            settings.embeddings and Path(settings.embeddings) / names[0],
+            settings.index_dir and Path(settings.index_dir) / name,
+            settings.embeddings and Path(settings.embeddings) / name,
         )
         shared["encoder"] = f"{encoder.fingerprint('query')} {encoder.fingerprint('passage')}"
         shared |= index_settings(settings)
     rows: dict[str, list[Metrics]] = {}
-    for benchmark_set, name, file in zip(sets, names, files, strict=True):
-        set_settings = settings
-        dtype = "float32"
-        if settings.embeddings is not None:
-            set_settings = replace(set_settings, embeddings=str(Path(settings.embeddings) / name))
-            dtype = saved_dtype(str(set_settings.embeddings)) or settings.dtype
-        if settings.index_dir is not None:
-            set_settings = replace(set_settings, index_dir=str(Path(settings.index_dir) / name))
-        scored_with = {**shared, "data": benchmark_set.data, "split": benchmark_set.split}
-        scored_with["data_sha256"] = data_digest(benchmark_set)
-        if encoder is not None:
-            scored_with["dtype"] = dtype
+    for benchmark_set in sets:
+        name = file_name(benchmark_set.data)
+        embeddings = settings.embeddings and str(Path(settings.embeddings) / name)
+        index_dir = settings.index_dir and str(Path(settings.index_dir) / name)
+        with group.main_first():
+            content = open_dataset(benchmark_set.data, benchmark_set.split, policy).retrieval_set
+        scored_with = {
+            **shared,
+            "data": benchmark_set.data,
+            "split": benchmark_set.split,
+            "content": content.fingerprint(),
+        }
+        file = Path(output) / f"{name}.json" if output is not None else None
+        metrics: Any
         if file is not None and file.is_file():
-            metrics = _read_finished(file, scored_with)
+            metrics = read_metrics(file)
+            for option, value in scored_with.items():
+                if metrics.get(option) != value:
+                    raise InputError(
+                        f"{file}: was scored with {option} {metrics.get(option)!r}; this call has "
+                        f"{value!r}. Use another --output."
+                    )
         else:
             metrics = evaluate(
                 encoder or model,
-                benchmark_set.data,
+                content if evaluator == "contaccum" else benchmark_set.data,
                 benchmark_set.split,
                 k=k,
                 relevance_level=relevance_level,
-                settings=set_settings,
+                settings=replace(settings, embeddings=embeddings, index_dir=index_dir),
                 policy=policy,
                 group=group,
                 evaluator=evaluator,
@@ -166,63 +163,19 @@ def file_name(data: str) -> str:
     return f"{name}%" if name in ("benchmark", ".", "..") else name
 
 
-def data_digest(benchmark_set: BenchmarkSet) -> str | None:
-    """Return a SHA-256 of a local file or BEIR folder.
-
-    Return None for a published data set, which does not change.
-    """
-    path = Path(benchmark_set.data)
-    if benchmark_set.data.startswith(HUB_PREFIX) and os.path.isdir(
-        HubName.of(benchmark_set.data).repository
-    ):
-        # a folder in place of a Hub data set can change
-        path = fetch(benchmark_set.data, benchmark_set.split)
-    if not os.path.exists(path):
-        return None
-    files = [path]
-    if path.is_dir():
-        names = ("corpus.jsonl", "queries.jsonl", f"qrels/{benchmark_set.split}.tsv")
-        files = [beir_file(path, name) for name in names]
-    digests = [sha256_of(file) for file in files]
-    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
-
-
 def benchmark_means(evaluated: Mapping[str, list[Metrics]]) -> dict[str, Any]:
     """Compute the rows of the benchmark table, and the mean with and without MS MARCO.
 
     evaluated: row -> metrics of its data sets. A row of several data sets (cqadupstack) shows the
     means over them.
     """
-    names = list(next(iter(evaluated.values()))[0]["mean"])
     rows: dict[str, dict[str, float]] = {}
     for row, sets in evaluated.items():
-        rows[row] = {
-            name: sum(metrics["mean"][name] for metrics in sets) / len(sets) for name in names
-        }
-        rows[row]["queries"] = sum(metrics["queries"] for metrics in sets)
-    result: dict[str, Any] = {"rows": rows}
-    result["mean"] = {
-        name: sum(values[name] for values in rows.values()) / len(rows) for name in names
-    }
+        rows[row] = average([metrics["mean"] for metrics in sets])
+    result: dict[str, Any] = {"rows": rows, "mean": average(list(rows.values()))}
     others = [values for row, values in rows.items() if row != "msmarco"]
     if 0 < len(others) < len(rows):
-        result["mean_without_msmarco"] = {
-            name: sum(values[name] for values in others) / len(others) for name in names
-        }
+        result["mean_without_msmarco"] = average(others)
+    for row, sets in evaluated.items():
+        rows[row]["queries"] = sum(metrics["queries"] for metrics in sets)
     return result
-
-
-def _read_finished(file: Path, scored_with: Mapping[str, Any]) -> Any:
-    """Return the metrics that an earlier call wrote to ``file``.
-
-    scored_with: name -> value, for all settings that change the metrics. Raises InputError if
-    ``file`` has another value.
-    """
-    metrics = read_metrics(file)
-    for name, value in scored_with.items():
-        if metrics.get(name) != value:
-            raise InputError(
-                f"{file}: was scored with {name} {metrics.get(name)!r}; this call has {value!r}. "
-                "Use another --output."
-            )
-    return metrics

@@ -1,6 +1,6 @@
 """Evaluate a retriever on a data set, or compute the metrics of a run file from qrels."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,29 +57,17 @@ def evaluate(
     if not isinstance(data, RetrievalSet):
         about |= {"data": data, "split": split}
 
-    if evaluator not in ("contaccum", "beir"):
-        raise InputError(f"evaluator is {evaluator!r}; expected contaccum or beir")
     if evaluator == "beir":
-        usual = asdict(replace(DEFAULTS, batch_tokens=settings.batch_tokens)) | asdict(
-            DEFAULT_POLICY
-        )
-        given = asdict(settings) | asdict(policy)
-        unsupported = [name for name, value in given.items() if value != usual[name]]
-        if relevance_level != 1:
-            unsupported.append("relevance_level")
-        if unsupported:
+        supported = replace(DEFAULTS, batch_tokens=settings.batch_tokens)
+        changed = settings != supported or policy != DEFAULT_POLICY or relevance_level != 1
+        if changed or group.world > 1 or isinstance(data, RetrievalSet):
             raise InputError(
-                f"evaluator beir does not support {', '.join(unsupported)}. Leave the option out, "
-                "or use evaluator contaccum."
+                "evaluator beir reads the data itself, needs one process, and of the options for "
+                "search and data supports only batch_tokens. Leave the others out, or use "
+                "evaluator contaccum."
             )
-        if group.world > 1:
-            raise InputError(
-                f"evaluator beir needs one process, but {group.world} were started; start one"
-            )
-        assert not isinstance(data, RetrievalSet), "BEIR loads the data itself"
         metrics = evaluate_with_beir(model, data, split, cutoffs, settings.batch_tokens)
-        about["evaluator"] = "beir"
-        return save_metrics(metrics, output, about)
+        return save_metrics(metrics, output, {**about, "evaluator": "beir"})
 
     if isinstance(data, RetrievalSet):
         retrieval_set = data

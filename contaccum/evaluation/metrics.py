@@ -2,14 +2,13 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import pytrec_eval
 
 from contaccum.errors import InputError
-from contaccum.runtime.files import read_json, write_json
+from contaccum.runtime.files import check_type, read_json, write_json
 
 if TYPE_CHECKING:
     from contaccum.retrieval.runs import Run
@@ -62,8 +61,8 @@ def evaluate_run(
     - mrr@k: 1 / rank of the first relevant passage, or 0 if its rank is above k. Source: Voorhees
       1999 (TREC-8 QA).
 
-    pytrec_eval computes all but mrr. Every metric ranks the passages as trec_eval does: by score,
-    highest first, and equal scores by id, greatest first.
+    Every metric ranks the passages as trec_eval does: by score, highest first, and equal scores by
+    id, greatest first.
 
     Args:
         qrels: query id -> passage id -> grade. The means are over these queries. A query without
@@ -105,28 +104,21 @@ def evaluate_run(
     names = {f"{measure}.{','.join(map(str, cutoffs))}" for measure in MEASURES.values()}
     evaluator = pytrec_eval.RelevanceEvaluator(
         {query_id: dict(grades) for query_id, grades in qrels.items()},
-        names,
+        {*names, "recip_rank"},
         relevance_level=relevance_level,
     )
     scores = evaluator.evaluate({query_id: dict(hits) for query_id, hits in judged_run.items()})
     per_query: dict[str, dict[str, float]] = {}
     first_passages: dict[str, dict[str, int]] = {}
     for query_id, grades in qrels.items():
+        found = scores.get(query_id, {})
         values = {}
         for name, measure in MEASURES.items():
             for cutoff in cutoffs:
-                values[f"{name}@{cutoff}"] = scores.get(query_id, {}).get(
-                    f"{measure}_{cutoff}", 0.0
-                )
-        first_rank = None
-        for rank, (passage_id, _) in enumerate(judged_run.get(query_id, []), start=1):
-            if grades.get(passage_id, 0) >= relevance_level:
-                first_rank = rank
-                break
+                values[f"{name}@{cutoff}"] = found.get(f"{measure}_{cutoff}", 0.0)
+        reciprocal = found.get("recip_rank", 0.0)
         for cutoff in cutoffs:
-            values[f"mrr@{cutoff}"] = (
-                1 / first_rank if first_rank is not None and first_rank <= cutoff else 0.0
-            )
+            values[f"mrr@{cutoff}"] = reciprocal if reciprocal >= 1 / cutoff else 0.0
         per_query[query_id] = values
         first = judged_run.get(query_id, [])[:FIRST_PASSAGES]
         first_passages[query_id] = {
@@ -142,11 +134,13 @@ def metrics_of(per_query: dict[str, dict[str, float]]) -> Metrics:
 
     Return the means, the values of every query and the number of queries.
     """
-    names = next(iter(per_query.values()))
-    mean = {
-        name: sum(values[name] for values in per_query.values()) / len(per_query) for name in names
-    }
+    mean = average(list(per_query.values()))
     return {"mean": mean, "per_query": per_query, "queries": len(per_query)}
+
+
+def average(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric. values: metric -> value, with equal keys."""
+    return {name: sum(each[name] for each in values) / len(values) for name in values[0]}
 
 
 def cutoffs_within(cutoffs: Sequence[int], k: int) -> list[int]:
@@ -172,17 +166,10 @@ def save_metrics(metrics: Metrics, output: str | Path | None, about: Mapping[str
 
 
 def read_metrics(path: Path) -> dict[str, Any]:
-    """Read a file of metrics.
-
-    Raise InputError if a mean or the value of a query is not a finite number.
-    """
-    metrics: Metrics = read_json(path, Metrics)
-    for where, values in {"mean": metrics["mean"], **metrics.get("per_query", {})}.items():
-        if not all(map(isfinite, values.values())):
-            raise InputError(
-                f"{path}: {where}: a value is NaN or infinite; expected finite numbers"
-            )
-    return {**read_json(path), **metrics}
+    """Read a file of metrics. Raise InputError if it has no metrics."""
+    content: dict[str, Any] = read_json(path)
+    check_type(content, Metrics, str(path))
+    return content
 
 
 def render_metrics(metrics: Metrics, metric: str = "ndcg@10") -> str:

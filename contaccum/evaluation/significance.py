@@ -157,21 +157,10 @@ def compare(
     Raises InputError if the systems were scored on different queries, or if the values lack the
     measure.
     """
-    # seed -> query id -> value
-    first = {seed: _values(scores, measure) for seed, scores in ours.items()}
-    second = {seed: _values(scores, measure) for seed, scores in theirs.items()}
-    queries = sorted(next(iter(first.values())))
-    for values in (*first.values(), *second.values()):
-        if sorted(values) != queries:
-            other = next(iter(set(values) ^ set(queries)))
-            raise InputError(
-                f"the runs were evaluated on different queries: one run has {len(queries)} "
-                f"queries, another has {len(values)}. For example, query {other!r} is in only one "
-                "of these two runs."
-            )
-    # arrays are (queries,)
-    one = {seed: np.array([values[query] for query in queries]) for seed, values in first.items()}
-    two = {seed: np.array([values[query] for query in queries]) for seed, values in second.items()}
+    queries = sorted(next(iter(ours.values())))
+    # seed -> values of the queries, (queries,)
+    one = {seed: _values(scores, queries, measure) for seed, scores in ours.items()}
+    two = {seed: _values(scores, queries, measure) for seed, scores in theirs.items()}
     # (queries,)
     differences = np.mean(list(one.values()), axis=0) - np.mean(list(two.values()), axis=0)
     differences[np.abs(differences) < ROUNDING] = 0
@@ -217,8 +206,17 @@ def _compared(p: float) -> str:
     return "< 0.0001" if p < 0.0001 else f"= {p:.4f}"
 
 
-def _values(scores: QueryScores, measure: str) -> dict[str, float]:
-    known = next(iter(scores.values()), {})
-    if any(measure not in values for values in scores.values()):
-        raise InputError(f"metric {measure!r} was not computed; choose one of {', '.join(known)}")
-    return {query: values[measure] for query, values in scores.items()}
+def _values(scores: QueryScores, queries: list[str], measure: str) -> np.ndarray:
+    if sorted(scores) != queries:
+        other = next(iter(set(scores) ^ set(queries)))
+        raise InputError(
+            f"the runs were evaluated on different queries: one run has {len(queries)} queries, "
+            f"another has {len(scores)}. For example, query {other!r} is in only one of these two "
+            "runs."
+        )
+    for known in scores.values():
+        if measure not in known:
+            raise InputError(
+                f"metric {measure!r} was not computed; choose one of {', '.join(known)}"
+            )
+    return np.array([scores[query][measure] for query in queries])

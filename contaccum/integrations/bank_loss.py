@@ -73,17 +73,18 @@ class BankLoss:
         )
         self._state: State | None = None
 
-    def begin(self, checkpoint: str | Path | None = None, step_pairs: int | None = None) -> None:
-        """Start training with an empty bank, or with the bank in the folder ``checkpoint``.
+    def begin(self, saved: State | None = None, step_pairs: int | None = None) -> None:
+        """Start training with an empty bank, or with a saved one.
 
-        step_pairs: number of pairs (query, positive) in one optimizer step, over all processes. If
-        bank_size is None, this number is the size of the bank.
+        saved: the result of ``state``; the first batch restores the bank from it. step_pairs:
+        number of pairs (query, positive) in one optimizer step, over all processes. If bank_size is
+        None, this number is the size of the bank.
         """
         size = self.bank_size if self.bank_size is not None else step_pairs
         if size is None:
             raise InputError("bank_size and step_pairs are both None; set one of them to a number")
         self.size, self.begun, self.bank, self._waiting = size, True, None, None
-        self._state = None if checkpoint is None else read_bank(Path(checkpoint))
+        self._state = saved
 
     def end_step(self) -> None:
         """Tell the bank that an optimizer step has ended."""
@@ -107,14 +108,6 @@ class BankLoss:
             return self._state
         tensors, numbers = self.bank.state()
         return tensors, {**numbers, "similarity": self.similarity}
-
-    def load_state(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Keep a saved state.
-
-        The next training batch restores the bank from it. tensors, numbers: the result of
-        ``state``.
-        """
-        self.bank, self._state, self._waiting = None, (tensors, numbers), None
 
     @tensor_defaults()
     def __call__(
@@ -153,8 +146,15 @@ class BankLoss:
         self._push()
         rows = _row_ids(ids)
         bank = self.bank = self.bank or self._make_bank(queries, passages)
-        if bank.size:
-            self._refuse_other_shapes(bank, passages)
+        stored, width = bank.options.hard_negatives, bank.passages.shape[2]
+        hard = passages.shape[1] - 1 if self.hard_negatives else stored
+        if bank.size and (hard, passages.shape[2]) != (stored, width):
+            raise InputError(
+                f"a batch has {hard} hard negatives per query and vectors of width "
+                f"{passages.shape[2]}, but the bank stores {stored} of width {width}. Use the same "
+                "number in all data sets, or set hard_negatives=False. For Matryoshka training use "
+                "contaccum train with loss.matryoshka_dims."
+            )
         found = self.loss(queries, passages, rows, bank)
         value = found.value
         if not torch.isfinite(value):
@@ -169,20 +169,6 @@ class BankLoss:
         return (
             value if group.world == 1 else value.detach() + (value - value.detach()) * group.world
         )
-
-    def _refuse_other_shapes(self, bank: Bank, passages: Tensor) -> None:
-        hard, width = passages.shape[1] - 1, passages.shape[2]
-        stored, stored_width = bank.options.hard_negatives, bank.passages.shape[2]
-        if width != stored_width:
-            raise InputError(
-                f"the vectors have width {width}, but the bank has width {stored_width}; they must "
-                "be equal. For Matryoshka training use contaccum train with loss.matryoshka_dims."
-            )
-        if self.hard_negatives and hard != stored:
-            raise InputError(
-                f"a batch has {hard} hard negatives per query, but the bank stores {stored} per "
-                "query. Use the same number in all data sets, or set hard_negatives=False."
-            )
 
     def _make_bank(self, queries: Tensor, passages: Tensor) -> Bank:
         options = replace(

@@ -54,4 +54,4 @@ class ContAccumCallback(Callback):
         return {} if state is None else {"tensors": state[0], "numbers": state[1]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.loss.load_state(state_dict["tensors"], state_dict["numbers"])
+        self.loss.begin((state_dict["tensors"], state_dict["numbers"]))

@@ -6,7 +6,6 @@ their last part.
 """
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ OMITTED = ("output_dir", "resume", "allow_changes", "run.trackers", "run.timeout
 """Settings that the card does not show, because they do not describe the model."""
 PATHS = ("model.name", "model.passage_name", "data.train", "data.dev", "loss.guide")
 """Settings that can be local paths."""
-HUB_SET = re.compile(r"hub:([\w-][\w.-]*/[\w.-]+)([@:?].*)?", re.DOTALL)
 # a failed connection raises an instance of a base class of HfHubHTTPError
 HUB_ERRORS: tuple[Any, ...] = (OSError, *HfHubHTTPError.__bases__)
 
@@ -58,12 +56,6 @@ def push(
         raise InputError(
             f"repository is {repository!r}; expected a valid Hub name of the form owner/name"
         )
-    for file in model.rglob("*"):  # a link could upload a private file
-        if file.is_symlink() and not file.resolve().is_relative_to(model.resolve()):
-            raise InputError(
-                f"{file}: this symbolic link leads out of the model's folder, to {file.resolve()}. "
-                "Replace the link with a copy of the file, or delete it."
-            )
     adapter = optional_json(str(model / TOWERS[0]), ADAPTER_FILE, AdapterFile)
     if adapter is not None and os.path.isabs(adapter.get("base_model_name_or_path") or ""):
         raise InputError(
@@ -79,12 +71,8 @@ def push(
         )
     if dry_run:
         names = sorted(str(file.relative_to(model)) for file in model.rglob("*") if file.is_file())
-        return "\n".join(
-            [
-                *names,
-                f"Nothing was sent. Without --dry_run, these files are uploaded to {repository}.",
-            ]
-        )
+        said = f"Nothing was sent. Without --dry_run, these files are uploaded to {repository}."
+        return "\n".join([*names, said])
     if get_token() is None:
         raise InputError("no Hub token found. Set HF_TOKEN, or log in with `hf auth login`.")
     api = HfApi()
@@ -110,9 +98,8 @@ def write_card(model: Path, repository: str, licence: str | None) -> str:
     state, or None to state none.
     """
     run = Path(os.path.abspath(model)).parent
-    trained = (run / CONFIG_FILE).is_file()
     settings = make_settings(read_encoder(str(model)).settings, str(model))
-    config = flat(read_config(run)) if trained else {}
+    config = flat(read_config(run)) if (run / CONFIG_FILE).is_file() else {}
 
     adapter = optional_json(str(model / TOWERS[0]), ADAPTER_FILE, AdapterFile)
     if adapter is not None:
@@ -125,23 +112,20 @@ def write_card(model: Path, repository: str, licence: str | None) -> str:
 
     scores: dict[str, Any] = {}
     for name in ("dev_metrics.json", "metrics.json"):  # test metrics have priority
-        if trained and (run / name).is_file():
+        if config and (run / name).is_file():
             scores = read_metrics(run / name)
     means = scores.get("mean", {})
     evaluated_on = f"{shown(scores.get('data', 'dev set'))} {scores.get('split', '')}".strip()
 
     default = {"train": config.get("data.train", ""), "split": config.get("data.split", "")}
-    train_sets = config.get("data.mixture") or [default]
+    mixture = config.get("data.mixture") or []
     rows = []  # name and value of each setting, as Markdown code
     for name, value in config.items():
-        if name == "data.mixture" and value:
-            value = [train_set | {"train": shown(train_set["train"])} for train_set in value]
+        if name == "data.mixture":
+            value = [member | {"train": shown(member["train"])} for member in mixture] or None
         if name not in OMITTED and value is not None:
             rows.append((f"`{name}`", cell(f"`{shown(value) if name in PATHS else value}`")))
 
-    hub_sets = [
-        found[1] for train_set in train_sets if (found := HUB_SET.fullmatch(train_set["train"]))
-    ]
     base = str(config.get("model.name", "tiny"))
     on_hub = base.count("/") == 1 and is_hub_name(base) and not Path(base).exists()
     data = ModelCardData(
@@ -150,7 +134,6 @@ def write_card(model: Path, repository: str, licence: str | None) -> str:
         tags=["sentence-transformers", "feature-extraction", "dense-retrieval", "contaccum"],
         license=licence,
         base_model=base if on_hub else None,
-        datasets=list(dict.fromkeys(hub_sets)) or None,
         model_name=repository.rpartition("/")[2] if means else None,
         eval_results=[
             EvalResult("information-retrieval", "unknown", evaluated_on, metric, round(value, 5))
@@ -171,7 +154,7 @@ def write_card(model: Path, repository: str, licence: str | None) -> str:
         # the transformers example loads neither a Dense layer nor an adapter in a subfolder
         plain=not list(model.glob("*/*_Dense")) and adapter is None,
         training_sets=", ".join(
-            f"`{shown(train_set['train'])}` ({train_set['split']})" for train_set in train_sets
+            f"`{shown(member['train'])}` ({member['split']})" for member in mixture or [default]
         ),
         versions=", ".join(f"{name} {value}" for name, value in read_environment(run).items()),
         rows=rows,

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
 from contaccum.errors import InputError
-from contaccum.integrations.bank_loss import BankLoss, content_ids, write_bank
+from contaccum.integrations.bank_loss import BankLoss, content_ids, read_bank, write_bank
 from contaccum.runtime.files import read_json
 
 
@@ -82,11 +82,6 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         labels: not used.
         """
         features = list(sentence_features)
-        if (columns := len(features)) < 2:
-            raise InputError(
-                f"the data has {columns} text columns; expected a query, a positive and, "
-                "optionally, hard negatives"
-            )
         ids = self._ids(features[1:])
         if self.mini_batch_size is not None:
             return self.forward_cached(features, ids)
@@ -125,11 +120,6 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         """
         if not self.bank_loss.loss.similarity.mask_false_negatives:
             return None
-        if not all("input_ids" in each and "attention_mask" in each for each in passages):
-            raise InputError(
-                "masking of false negatives identifies passages by their token ids, but input_ids "
-                "or attention_mask is missing. Use text inputs, or set mask_false_negatives=False."
-            )
         columns = [
             zip(each["input_ids"].cpu(), each["attention_mask"].cpu().bool(), strict=True)
             for each in passages
@@ -196,7 +186,7 @@ class ContAccumCallback(TrainerCallback):
         folder = (
             Path(named) if isinstance(named, str) and Path(named).is_dir() else _folder(args, state)
         )
-        self.bank_loss.begin(folder if state.global_step else None, pairs)
+        self.bank_loss.begin(read_bank(folder) if state.global_step else None, pairs)
         if state.global_step:
             _refuse_other_run(folder, state)
 

@@ -9,7 +9,6 @@ shards.
 import hashlib
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,22 +32,20 @@ from contaccum.retrieval.shards import (
     Shard,
     ShardFolder,
     Shards,
-    check_folder,
     damage,
-    read_record,
+    finished_shards,
     refuse_infinite,
     saved_precision,
-    started_options,
     write_manifest,
     write_shard,
 )
 from contaccum.runtime.checks import refuse_input_as_output
-from contaccum.runtime.files import cache_folder, remove_folder, sweep
+from contaccum.runtime.files import cache_folder, remove_folder
 from contaccum.runtime.launch import is_main
 from contaccum.runtime.locks import folder_lock, waiting_lock
 from contaccum.runtime.processes import ALONE, Processes, joined
 from contaccum.runtime.progress import Progress
-from contaccum.runtime.units import duration, gigabytes
+from contaccum.runtime.units import gigabytes
 
 if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
@@ -56,50 +53,39 @@ if TYPE_CHECKING:
 # number of texts in one call of the encoder; a multiple of the texts that it sorts by length
 # together
 CHUNK = 16_384
-SAMPLE = 32  # number of texts that are encoded to estimate the time for all texts
-# minimum number of texts for an estimate, so that the sample takes at most 2 % of the time
-ESTIMATE_FROM = 50 * SAMPLE
-CACHE_BYTES = 4 * 10**9  # maximum size of all vectors of corpora in the cache
-ESTIMATE_SECONDS = 60.0  # an estimate is printed only if it is longer than this
+CACHE_BYTES = 4 * 10**9  # maximum size of all vectors in the cache
 
 
 @dataclass(frozen=True)
 class Texts:
     """Ids and texts of a corpus or of queries, read in slices to save memory."""
 
-    kind: str
-    """``query`` or ``passage``."""
-    rows: int
-    read: Callable[[int, int], tuple[list[str], list[str]]]
-    """Function that returns the ids and the texts of the rows ``start`` to ``stop`` - 1."""
-
-    @classmethod
-    def of_corpus(cls, corpus: Dataset) -> "Texts":
-        """Make Texts from a corpus with the columns id, title and text.
-
-        The title and the text of a passage are joined.
-        """
-
-        def read(start: int, stop: int) -> tuple[list[str], list[str]]:
-            rows = corpus[start:stop]
-            return rows["id"], [passage.content for passage in Passage.of_columns(rows)]
-
-        return cls("passage", len(corpus), read)
+    kind: str  # query or passage
+    table: Dataset  # columns id and text; passages also have a title
 
     @classmethod
     def of_queries(cls, queries: Mapping[str, str]) -> "Texts":
         """Make Texts from queries (id -> text), in the same order."""
-        ids = list(queries)
-        texts = list(queries.values())
-        return cls("query", len(ids), lambda start, stop: (ids[start:stop], texts[start:stop]))
+        columns = {"id": list(queries), "text": list(queries.values())}
+        return cls("query", Dataset.from_dict(columns))
+
+    def read(self, start: int, stop: int) -> tuple[list[str], list[str]]:
+        """Return the ids and the texts of the rows ``start`` to ``stop`` - 1.
+
+        The title and the text of a passage are joined.
+        """
+        rows = self.table[start:stop]
+        if self.kind == "query":
+            return rows["id"], rows["text"]
+        return rows["id"], [passage.content for passage in Passage.of_columns(rows)]
+
+    @property
+    def rows(self) -> int:
+        return len(self.table)
 
     @property
     def unit(self) -> str:
         return "queries" if self.kind == "query" else "passages"
-
-    def encode_method(self, encoder: "DualEncoder") -> Callable[..., np.ndarray]:
-        """Return the method of ``encoder`` that encodes texts of this kind."""
-        return encoder.encode_queries if self.kind == "query" else encoder.encode_passages
 
     @cached_property
     def fingerprint(self) -> str:
@@ -151,21 +137,18 @@ def encode_shard(
 ) -> Shard:
     """Encode the rows ``start`` to ``stop`` - 1. Return a shard with their ids and float32 vectors.
 
-    progress: counts the texts. keep_texts: also put the texts into the shard. Raises InputError
-    with the id of the first text whose vector contains NaN or infinity.
+    progress: counts the texts. keep_texts: also put the texts into the shard.
     """
     ids: list[str] = []
     kept: list[str] = []
-    encode = texts.encode_method(encoder)
+    encode = encoder.encode_queries if texts.kind == "query" else encoder.encode_passages
     vectors = np.empty((stop - start, encoder.dim), dtype=np.float32)
     for first in range(start, stop, CHUNK):
         last = min(stop, first + CHUNK)
         chunk_ids, content = texts.read(first, last)
         ids += chunk_ids
         kept += content if keep_texts else []
-        chunk = vectors[first - start : last - start]
-        chunk[:] = encode(content, batch_tokens, progress.update)
-        refuse_infinite(texts.kind, chunk_ids, chunk)
+        vectors[first - start : last - start] = encode(content, batch_tokens, progress.update)
     return Shard(ids, vectors, kept if keep_texts else None)
 
 
@@ -178,13 +161,17 @@ def encode_in_memory(
 ) -> Shard:
     """Encode the rows ``start`` to ``stop`` - 1, or all rows, into one float32 shard in memory.
 
-    The vectors take rows * dimension * 4 bytes.
+    The vectors take rows * dimension * 4 bytes. Raises InputError with the id of the first text
+    whose vector contains NaN or infinity.
     """
     stop = texts.rows if stop is None else stop
-    with encoder.in_lockstep(texts.kind):
-        print_estimate(encoder, texts, stop - start, batch_tokens)
-        with Progress(stop - start, "encoding", texts.unit) as progress:
-            return encode_shard(encoder, texts, start, stop, batch_tokens, progress)
+    with (
+        encoder.in_lockstep(texts.kind),
+        Progress(stop - start, "encoding", texts.unit) as progress,
+    ):
+        shard = encode_shard(encoder, texts, start, stop, batch_tokens, progress)
+    refuse_infinite(texts.kind, shard.ids, shard.vectors)
+    return shard
 
 
 def passage_vectors(
@@ -197,72 +184,73 @@ def passage_vectors(
     processes encode the corpus in memory. Each of W processes gets one of W parts of consecutive
     rows.
     """
-    texts = Texts.of_corpus(corpus)
-    if settings.embeddings is None:
-        if settings.cache and group.world == 1:
-            size = texts.rows * encoder.dim * 4
-            if size <= CACHE_BYTES:
-                return cached_vectors(encoder, texts, size, settings.batch_tokens), 0
-            print(
-                f"contaccum: {gigabytes(size)} of vectors are above the limit of the cache, "
-                f"{gigabytes(CACHE_BYTES)}; use --embeddings to keep them for other commands",
-                file=sys.stderr,
+    texts = Texts("passage", corpus)
+    if settings.embeddings is not None:
+        # a finished folder is used with any shard size and dtype
+        if not (Path(settings.embeddings) / MANIFEST).is_file():
+            encode_texts(
+                encoder, texts, settings.embeddings, group, batch_tokens=settings.batch_tokens
             )
-        start, stop = (texts.rows * rank // group.world for rank in (group.rank, group.rank + 1))
-        return [encode_in_memory(encoder, texts, settings.batch_tokens, start, stop)], start
-    # a folder is used with any shard size and dtype, so a finished job is not compared with the
-    # settings
-    finished = (Path(settings.embeddings) / MANIFEST).is_file()
-    options = {"dtype": settings.dtype, **started_options(settings.embeddings)}
-    group.barrier()  # no process may write the manifest before all have looked for it
-    if not finished:
-        encode_texts(
-            encoder,
-            texts,
-            settings.embeddings,
-            group,
-            batch_tokens=settings.batch_tokens,
-            **options,
-        )
         group.barrier()
-    fingerprint = encoder.fingerprint(texts.kind)
-    folder = ShardFolder(
-        settings.embeddings, fingerprint, texts.fingerprint, rank=group.rank, world=group.world
-    )
-    return folder, folder.first_row
+        fingerprint = encoder.fingerprint(texts.kind)
+        folder = ShardFolder(
+            settings.embeddings, fingerprint, texts.fingerprint, rank=group.rank, world=group.world
+        )
+        return folder, folder.first_row
+    if settings.cache and group.world == 1:
+        size = texts.rows * encoder.dim * 4
+        if size <= CACHE_BYTES:
+            return cached_vectors(encoder, texts, batch_tokens=settings.batch_tokens)[1], 0
+        print(
+            f"contaccum: {gigabytes(size)} of vectors are above the limit of the cache, "
+            f"{gigabytes(CACHE_BYTES)}; use --embeddings to keep them for other commands",
+            file=sys.stderr,
+        )
+    start, stop = (texts.rows * rank // group.world for rank in (group.rank, group.rank + 1))
+    return [encode_in_memory(encoder, texts, settings.batch_tokens, start, stop)], start
 
 
 def cached_vectors(
-    encoder: "DualEncoder", texts: Texts, size: int, batch_tokens: int | None
-) -> Shards:
-    """Return float32 vectors of the texts from the cache. If they are not there, encode the texts.
+    encoder: "DualEncoder",
+    texts: Texts,
+    group: Processes = ALONE,
+    *,
+    dtype: str = "float32",
+    batch_tokens: int | None = None,
+) -> tuple[str, list[Shard]]:
+    """Return the name of the texts' folder in the cache, and the vectors.
 
-    Commands with the same encoder and the same texts share them. size: bytes of the vectors. If the
-    cache of vectors is full, those that were not used for the longest time are deleted.
+    Commands with the same encoder and the same texts share them; missing vectors are encoded. If
+    the cache is full, the vectors that were not used for the longest time are deleted. All
+    processes of ``group`` must call this function; each of W processes encodes every W-th shard.
+    Raises InputError if a vector is not finite.
     """
-    fingerprint = encoder.fingerprint(texts.kind)
-    name = hashlib.sha256(f"{fingerprint} {texts.fingerprint}".encode()).hexdigest()[:32]
-    folder = cache_folder() / "corpus_vectors" / name
+    key = f"{encoder.fingerprint(texts.kind)} {texts.fingerprint} {texts.kind} {dtype}"
+    name = hashlib.sha256(key.encode()).hexdigest()[:32]
+    folder = cache_folder() / "vectors" / name
     locks = cache_folder() / "locks"
-    with waiting_lock(locks / f"{name}.lock"):
-        if not (folder / MANIFEST).is_file():
-            # make room: delete the corpora that were not used for the longest time
-            corpora = sorted(folder.parent.glob("*"), key=lambda corpus: corpus.stat().st_mtime)
-            sizes = [sum(file.stat().st_size for file in corpus.glob("*")) for corpus in corpora]
-            total = sum(sizes) + size
-            for corpus, corpus_size in zip(corpora, sizes, strict=True):
-                in_use = (locks / f"{corpus.name}.lock").exists()
-                if total > CACHE_BYTES and not in_use:
-                    remove_folder(corpus)
-                    total -= corpus_size
+    # if another command encodes the same texts, process 0 waits for it
+    with waiting_lock(locks / f"{name}.lock") if group.is_main else nullcontext():
+        if group.is_main and not (folder / MANIFEST).is_file():
+            size = texts.rows * encoder.dim * np.dtype(dtype).itemsize
             print(
-                f"contaccum: encoding {texts.rows:,} passages; other commands will find the "
+                f"contaccum: encoding {texts.rows:,} {texts.unit}; other commands will find the "
                 f"vectors in the cache ({size / 1e6:,.0f} MB, limit {CACHE_BYTES / 1e6:,.0f} MB)",
                 file=sys.stderr,
             )
-        encode_texts(encoder, texts, folder, batch_tokens=batch_tokens)  # only what is missing
+            others = sorted(folder.parent.glob("*"), key=lambda other: other.stat().st_mtime)
+            sizes = [sum(file.stat().st_size for file in other.glob("*")) for other in others]
+            total = sum(sizes) + size
+            for other, other_size in zip(others, sizes, strict=True):
+                in_use = (locks / f"{other.name}.lock").exists()
+                if total > CACHE_BYTES and not in_use:
+                    remove_folder(other)
+                    total -= other_size
+        group.barrier()
+        encode_texts(encoder, texts, folder, group, dtype=dtype, batch_tokens=batch_tokens)
+        group.barrier()
         os.utime(folder)
-        return list(ShardFolder(folder, fingerprint, texts.fingerprint))
+        return name, list(ShardFolder(folder))
 
 
 def encode_texts(
@@ -287,8 +275,8 @@ def encode_texts(
     with a warning. Each shard is written while the next shard is encoded, so memory holds two
     shards.
 
-    Raises InputError if a vector is not finite, or if the folder contains other files or the
-    embeddings of a different job (texts, encoder, dtype, shard size or format).
+    Raises InputError if a vector is not finite, or if the folder has the embeddings of a different
+    job (texts, encoder, dtype, shard size or format).
     """
     folder = Path(output_dir)
     job = EncodingJob(
@@ -301,23 +289,17 @@ def encode_texts(
         format=format,
         text=text and format == "parquet",
     )
-    check_folder(folder, job)
+    finished = finished_shards(folder, job)
     # process 0 holds the lock for all processes of the launch; each process writes different shards
     with folder_lock(folder) if group.is_main else nullcontext():
-        if (
-            group.world == 1
-        ):  # not with several processes, because another process may already write here
-            sweep(folder)
         missing = []
         for number in range(group.rank, job.count, group.world):
-            record = read_record(folder, number, job)
-            fault = damage(folder, record) if record else None
+            fault = damage(folder, finished[number]) if number in finished else None
             if fault:
                 warnings.warn(f"{fault}; shard {number} is encoded again", stacklevel=2)
-            if record is None or fault or record.dimension != encoder.dim:
+            if fault or number not in finished:
                 missing.append(number)
         rows = sum(stop - start for start, stop in map(job.span, missing))
-        print_estimate(encoder, texts, rows, batch_tokens, job.dtype)
         with (
             Progress(rows, "encoding", texts.unit) as progress,
             ThreadPoolExecutor(1, "write") as writer,
@@ -335,61 +317,21 @@ def encode_texts(
         return write_manifest(folder, job)
 
 
-def make_estimate(
-    rows: int, dim: int, dtype: str, sampled: int, seconds: float
-) -> tuple[float, str]:
-    """Return the estimated seconds to encode ``rows`` texts, and a sentence with this estimate.
-
-    sampled: number of texts in the sample. seconds: time to encode this sample.
-    """
-    rate, megabytes = sampled / seconds, rows * dim * np.dtype(dtype).itemsize / 1e6
-    time_needed = f"about {duration(rows / rate)}, {megabytes:,.0f} MB of vectors"
-    return rows / rate, f"{rows:,} texts at {rate:,.4g} a second: {time_needed}"
-
-
-def print_estimate(
-    encoder: "DualEncoder",
-    texts: Texts,
-    rows: int,
-    batch_tokens: int | None,
-    dtype: str = "float32",
-) -> None:
-    """Estimate the time to encode ``rows`` texts, and print it if it exceeds a minute.
-
-    The time is measured on a sample of texts. The sample is spread evenly over all texts, because
-    corpora are often sorted. For fewer than ``ESTIMATE_FROM`` texts nothing is estimated. If there
-    are several processes, only process 0 prints.
-    """
-    if rows < ESTIMATE_FROM:
-        return
-    sample = [
-        texts.read(number, number + 1)[1][0]
-        for number in map(int, np.linspace(0, texts.rows - 1, SAMPLE, dtype=int))
-    ]
-    encode = texts.encode_method(encoder)
-    encode(sample[:1], batch_tokens)  # the first call is slower, because it loads libraries
-    start = time.perf_counter()
-    encode(sample, batch_tokens)
-    seconds, estimate = make_estimate(rows, encoder.dim, dtype, SAMPLE, time.perf_counter() - start)
-    if seconds > ESTIMATE_SECONDS and int(os.environ.get("RANK", 0)) == 0:
-        print(f"contaccum: {estimate}", file=sys.stderr)
-
-
 class StoredVectors:
     """Memory-mapped vectors of n texts, float16."""
 
-    def __init__(self, folder: ShardFolder, name: str) -> None:
+    def __init__(self, name: str, shards: list[Shard]) -> None:
         self.name = name  # hash of the texts and the encoder
-        self.shards = [shard.vectors for shard in folder]
-        self._shard_size, self._dim = folder.job.shard_size, folder.dimension
+        self.shards = [shard.vectors for shard in shards]
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the vectors of the texts at the positions ``rows``.
 
         (k,) int64 -> (k, d) float16, both on the CPU.
         """
-        shard_of, row_of = np.divmod(rows.numpy(), self._shard_size)
-        found = np.empty((len(rows), self._dim), dtype=np.float16)
+        shard_size, dimension = self.shards[0].shape
+        shard_of, row_of = np.divmod(rows.numpy(), shard_size)
+        found = np.empty((len(rows), dimension), dtype=np.float16)
         for shard in np.unique(shard_of).tolist():
             chosen = shard_of == shard
             found[chosen] = self.shards[shard][row_of[chosen]]
@@ -405,33 +347,12 @@ def training_vectors(
 ) -> StoredVectors:
     """Return the float16 vectors of a training set's queries or passages, in its order.
 
-    kind: ``query`` or ``passage``. The vectors are cached under a hash of the texts and the
-    encoder. Shards missing in the cache are encoded first; each of W processes encodes every W-th
-    shard. All processes must call this function. Raises InputError if a vector is not finite in
-    float16.
+    kind: ``query`` or ``passage``. See ``cached_vectors``.
     """
-    queries = train_set.queries
-
-    def read(start: int, stop: int) -> tuple[list[str], list[str]]:
-        rows = queries[start:stop]
-        return rows["id"], rows["text"]
-
-    texts = (
-        Texts.of_corpus(train_set.passages)
-        if kind == "passage"
-        else Texts(kind, len(queries), read)
+    texts = Texts(kind, train_set.passages if kind == "passage" else train_set.queries)
+    return StoredVectors(
+        *cached_vectors(encoder, texts, group, dtype="float16", batch_tokens=batch_tokens)
     )
-    key = f"{encoder.fingerprint(kind)} {texts.fingerprint}"
-    name = hashlib.sha256(key.encode()).hexdigest()[:32]
-    folder = cache_folder() / f"{kind}_vectors" / name
-    # if another run encodes the same texts, process 0 waits for it
-    with (
-        waiting_lock(cache_folder() / "locks" / f"{name}.lock") if group.is_main else nullcontext()
-    ):
-        group.barrier()
-        encode_texts(encoder, texts, folder, group, dtype="float16", batch_tokens=batch_tokens)
-        group.barrier()
-    return StoredVectors(ShardFolder(folder, encoder.fingerprint(kind), texts.fingerprint), name)
 
 
 def encode(
@@ -460,11 +381,10 @@ def encode(
     # after this block, the processes do not wait for each other
     with joined(model.timeout_minutes) as group, group.main_first():
         dataset = open_dataset(source, policy=policy)
-        texts = (
-            Texts.of_corpus(dataset.corpus)
-            if kind == "passage"
-            else Texts.of_queries(dataset.queries)
-        )
+        if kind == "passage":
+            texts = Texts(kind, dataset.corpus)
+        else:
+            texts = Texts.of_queries(dataset.queries)
     encoder = load_encoder_of(model, kind, lambda: texts, output)
     finished = encode_texts(
         encoder,

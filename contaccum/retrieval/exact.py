@@ -9,19 +9,18 @@ scores are in the order of the corpus.
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from contaccum.errors import InputError
-from contaccum.retrieval.faiss_library import has_faiss, load_faiss
+from contaccum.retrieval.faiss_library import load_faiss
 from contaccum.retrieval.shards import Shards, count_rows, row_blocks
 from contaccum.runtime.processes import encoding_device
 
-BACKENDS = ("auto", "faiss", "torch")
 QUERIES = 1024  # number of queries in one matrix product of torch, to limit its memory
 RESIDENT = 0.5  # maximum share of a GPU's free memory that the corpus may occupy between searches
 TIMED_ROWS, TIMED_QUERIES = 8192, 32  # part of the first block that is timed with each library
@@ -40,17 +39,6 @@ def best_first(scores: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray
     return np.take_along_axis(scores, order, axis=1), np.take_along_axis(rows, order, axis=1)
 
 
-def search_device(device: str) -> torch.device:
-    """Return the device of a search: the GPU of the encoder if it uses CUDA, else the CPU.
-
-    device: device of the encoder. ``auto`` means the GPU of this process, or the CPU if there is no
-    GPU.
-    """
-    if device == "auto":
-        device = str(encoding_device(device))
-    return torch.device(device if device.startswith("cuda") else "cpu")
-
-
 class ExactIndex:
     """Vectors of a corpus, or of the part of it that belongs to this process, for exact search.
 
@@ -63,23 +51,19 @@ class ExactIndex:
     ) -> None:
         """first_row: row number of the first vector in the corpus.
 
-        device: device of the encoder, such as ``cuda:1``.
-
-        backend: ``faiss`` searches on the CPU. ``torch`` searches on the device of the encoder.
-        ``auto`` is torch on a GPU. On the CPU it is the faster of the two, timed in the first large
-        search, or torch if faiss is not installed. Raises InputError if the backend is unknown or
-        not installed.
+        device: device of the encoder, such as ``cuda:1``. ``auto`` means the GPU of this process,
+        or the CPU if there is no GPU. backend: ``faiss`` searches on the CPU. ``torch`` searches on
+        the encoder's GPU, or on the CPU. ``auto`` is torch on a GPU. On the CPU it is the faster of
+        the two, timed in the first large search, or torch if faiss is not installed.
         """
-        if backend not in BACKENDS:
-            raise InputError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
         self.shards = shards
         self.first_row = first_row
-        self.device = search_device(device)
-        if backend == "auto" and (self.device.type == "cuda" or not has_faiss()):
+        if device == "auto":
+            device = str(encoding_device(device))
+        on_gpu = device.startswith("cuda") and backend != "faiss"
+        self.device = torch.device(device if on_gpu else "cpu")
+        if backend == "auto" and (on_gpu or find_spec("faiss") is None):
             backend = "torch"
-        if backend == "faiss":
-            load_faiss()
-            self.device = torch.device("cpu")
         self.backend = backend
         self._resident: list[torch.Tensor] = []  # blocks of the corpus that stay on the GPU
 
@@ -105,8 +89,7 @@ class ExactIndex:
         for block in self._blocks():  # (block rows, d)
             if self.backend == "auto" and len(queries) * count_rows(self.shards) >= TIMED_FROM:
                 self.backend = _faster_backend(vectors, block, k)
-            top = _top_with_torch if self.backend == "torch" else _top_with_faiss
-            block_scores, block_rows = _top(top, vectors, block, min(k, len(block)))
+            block_scores, block_rows = _top(self.backend, vectors, block, k)
             scores = torch.cat([scores, block_scores], dim=1)
             rows = torch.cat([rows, block_rows + start], dim=1)
             # a stable sort keeps the passages of earlier blocks if scores are equal at the cutoff
@@ -131,7 +114,7 @@ class ExactIndex:
             with warnings.catch_warnings():
                 # torch warns about read-only arrays, such as memory-mapped ones; nothing writes
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-                vectors = torch.from_numpy(block.vectors).to(self.device)
+                vectors = torch.from_numpy(block).to(self.device)
             if keep:
                 resident.append(vectors)
             yield vectors
@@ -158,18 +141,13 @@ def _full_float32() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
-Top = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-"""Function from queries (n, d), passages (m, d) and k to the best scores and their rows, (n, k)."""
-
-
 def _faster_backend(queries: torch.Tensor, block: torch.Tensor, k: int) -> str:
     """Time both libraries on a part of a block, and return the name of the faster one."""
-    some_queries, some_rows = queries[:TIMED_QUERIES], block[:TIMED_ROWS]
     seconds = {"torch": float("inf"), "faiss": float("inf")}
     for _ in range(2):  # the first call of a library is slower
-        for name, top in (("torch", _top_with_torch), ("faiss", _top_with_faiss)):
+        for name in seconds:
             began = time.perf_counter()
-            top(some_queries, some_rows, min(k, len(some_rows)))
+            _best_rows(name, queries[:TIMED_QUERIES], block[:TIMED_ROWS], k)
             seconds[name] = min(seconds[name], time.perf_counter() - began)
     fastest = min(seconds, key=seconds.__getitem__)
     times = ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items())
@@ -177,15 +155,34 @@ def _faster_backend(queries: torch.Tensor, block: torch.Tensor, k: int) -> str:
     return fastest
 
 
+def _best_rows(
+    backend: str, queries: torch.Tensor, block: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k largest products of each query with the rows of a block, and the rows, (n, k).
+
+    queries: (n, d). block: (m, d). If m < k, the result has m columns.
+    """
+    k = min(k, len(block))
+    if backend == "faiss":
+        faiss = load_faiss()
+        scores, rows = faiss.knn(
+            queries.numpy(), block.numpy(), k, metric=faiss.METRIC_INNER_PRODUCT
+        )
+        return torch.from_numpy(scores), torch.from_numpy(rows)
+    passages = block.float().T  # (d, m)
+    top = [torch.topk(part @ passages, k, dim=1) for part in queries.split(QUERIES)]
+    return torch.cat([part.values for part in top]), torch.cat([part.indices for part in top])
+
+
 def _top(
-    top: Top, queries: torch.Tensor, block: torch.Tensor, k: int
+    backend: str, queries: torch.Tensor, block: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best k scores and rows of a block for each query; equal scores by row number.
 
     One more passage than k shows whether a score at the cutoff is a tie, which the libraries break
     in any order.
     """
-    scores, rows = top(queries, block, min(k + 1, len(block)))
+    scores, rows = _best_rows(backend, queries, block, k + 1)
     if scores.shape[1] > k:
         tied = torch.nonzero(scores[:, k] == scores[:, k - 1])[:, 0]
         scores, rows = scores[:, :k].clone(), rows[:, :k].clone()
@@ -196,22 +193,6 @@ def _top(
             scores[some], rows[some] = products.values[:, :k], products.indices[:, :k]
     rows, order = torch.sort(rows, dim=1)
     return scores.gather(1, order), rows
-
-
-def _top_with_faiss(
-    queries: torch.Tensor, block: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    faiss = load_faiss()
-    scores, rows = faiss.knn(queries.numpy(), block.numpy(), k, metric=faiss.METRIC_INNER_PRODUCT)
-    return torch.from_numpy(scores), torch.from_numpy(rows)
-
-
-def _top_with_torch(
-    queries: torch.Tensor, block: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    passages = block.float().T  # (d, block rows)
-    top = [torch.topk(part @ passages, k, dim=1) for part in queries.split(QUERIES)]
-    return torch.cat([part.values for part in top]), torch.cat([part.indices for part in top])
 
 
 def inner_products(

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset
 from safetensors import SafetensorError
 
 from contaccum.config.commands import MineConfig
@@ -38,28 +38,26 @@ class MiningQueries:
                 positives.add(text_hash(passage.content))
                 forbidden |= {text_hash(passage.content), text_hash(passage.text)}
 
-        # hash of a forbidden text -> ids of the passages with this text, with or without a title
-        self._ids: dict[int, list[str]] = {
+        # hash of a forbidden text -> rows of the passages with this text, with or without a title
+        self._rows: dict[int, list[int]] = {
             text: [] for texts in self._forbidden.values() for text in texts
         }
-        self._places: dict[int, tuple[str, int]] = {}  # hash of a positive -> its id and row
+        self._row_of: dict[int, int] = {}  # hash of a positive -> its row
         row = 0
         for batch in column_batches(self.corpus, PASSAGE_COLUMNS):
             for passage in Passage.of_columns(batch):
                 content = text_hash(passage.content)
                 for text in {content, text_hash(passage.text)}:
-                    if text in self._ids:
-                        self._ids[text].append(passage.id)
+                    if text in self._rows:
+                        self._rows[text].append(row)
                 if content in positives:
-                    self._places.setdefault(content, (passage.id, row))
+                    self._row_of.setdefault(content, row)
                 row += 1
 
         self.extra: Dataset | None = None
         """Positives that ``corpus`` lacks, or None if there are none. They are scored, but no query
-        gets them as negatives."""
-        self.passages = self.corpus
-        """Passages of ``corpus``, followed by the passages of ``extra``."""
-        missing = np.array(sorted(positives - self._places.keys()), dtype=np.int64)
+        gets them as negatives. Their rows follow those of ``corpus``."""
+        missing = np.array(sorted(positives - self._row_of.keys()), dtype=np.int64)
         if len(missing):
             hashes = np.asarray(examples.passage_hashes)
             rows = np.flatnonzero(np.isin(hashes, missing))
@@ -67,23 +65,22 @@ class MiningQueries:
             # copy the rows: to read a column after Dataset.select, datasets would read all rows of
             # the table
             self.extra = Dataset.from_dict(examples.passages[rows], features=self.corpus.features)
-            self.passages = concatenate_datasets([self.corpus, self.extra])
-            for place, (key, number) in enumerate(zip(self.extra["id"], rows, strict=True), row):
-                self._places[int(hashes[number])] = (key, place)
+            for place, number in enumerate(rows, row):
+                self._row_of[int(hashes[number])] = place
 
-    def positives(self, example: Example) -> list[tuple[str, int]]:
-        """Return id and row number in ``passages`` of the positives of an example."""
-        return [self._places[text_hash(passage.content)] for passage in example.positives]
+    def positives(self, example: Example) -> list[int]:
+        """Return the rows of the positives of an example."""
+        return [self._row_of[text_hash(passage.content)] for passage in example.positives]
 
-    def known(self, example: Example) -> set[str]:
-        """Return the ids of passages in ``corpus`` that must not become negatives of an example.
+    def known(self, example: Example) -> set[int]:
+        """Return the rows of the passages that must not become negatives of an example.
 
         These are the passages with the text of a positive of the example, or of another example
         with the same query text, whatever their titles, and the passages with the text of the
         query.
         """
         forbidden = self._forbidden[text_hash(example.query.text)]
-        return {key for text in forbidden for key in self._ids[text]}
+        return {row for text in forbidden for row in self._rows[text]}
 
 
 class Selection(NamedTuple):
@@ -157,20 +154,19 @@ class CrossEncoder:
                 f"cross_encoder {name} needs sentence-transformers, which is not installed. Run: "
                 f"{install_command('mine')}"
             ) from error
-        self.name, self._batch_size = name, batch_size
+        self._name, self._batch_size = name, batch_size
         fix = "; give the folder or the Hub name of a cross-encoder with safetensors weights"
         kinds = OSError, ValueError, KeyError, SafetensorError
         with library_errors(f"{name}: cannot be loaded as a cross-encoder", *kinds, fix=fix):
-            # without this option, transformers would also load pickled weights
-            safe = {"use_safetensors": True}
             self._model = Model(
-                name, device=device, trust_remote_code=trust_remote_code, model_kwargs=safe
+                name,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                # without this option, transformers would also load pickled weights
+                model_kwargs={"use_safetensors": True},
             )
-        if self._model.num_labels != 1:
-            raise InputError(
-                f"{name}: has {self._model.num_labels} outputs; expected a cross-encoder with one "
-                "output"
-            )
+            if self._model.num_labels != 1:
+                raise ValueError(f"it has {self._model.num_labels} outputs, not one")
 
     def scores(self, query: str, passages: list[str]) -> np.ndarray:
         """Return the scores of n passages for one query, (n,) float32.
@@ -178,13 +174,8 @@ class CrossEncoder:
         Raises InputError if a score is not finite.
         """
         pairs = [(query, passage) for passage in passages]
-        scores = np.asarray(
-            self._model.predict(pairs, batch_size=self._batch_size, show_progress_bar=False),
-            dtype=np.float32,
-        ).reshape(len(pairs))
+        scores = self._model.predict(pairs, batch_size=self._batch_size, show_progress_bar=False)
+        scores = np.asarray(scores, dtype=np.float32).reshape(len(pairs))
         if not np.isfinite(scores).all():
-            raise InputError(
-                f"{self.name}: a score for the query {query[:80]!r} is NaN or infinite; use "
-                "another cross-encoder"
-            )
+            raise InputError(f"{self._name}: a score for the query {query[:80]!r} is not finite")
         return scores

@@ -1,6 +1,5 @@
 """Find the best passages of a corpus for each query, with an encoder or with BM25."""
 
-import operator
 import re
 import unicodedata
 import warnings
@@ -26,16 +25,9 @@ from contaccum.retrieval.encode import (
 )
 from contaccum.retrieval.exact import ExactIndex, best_first, inner_products
 from contaccum.retrieval.index import Index, Origin
-from contaccum.retrieval.runs import (
-    RankedPassage,
-    Run,
-    make_run,
-    read_passages,
-    refuse_unwritable_ids,
-    write_run,
-)
-from contaccum.retrieval.shards import Shards, refuse_infinite
-from contaccum.runtime.checks import refuse_input_as_output, require_queries, require_utf8
+from contaccum.retrieval.runs import RankedPassage, Ranking, Run, make_run, read_passages, write_run
+from contaccum.retrieval.shards import Shards
+from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.processes import ALONE, Processes
 
 if TYPE_CHECKING:
@@ -62,13 +54,11 @@ STOP_WORDS = {
 """Lucene's English stop words."""
 DEFAULTS = SearchConfig()
 
-Scored = tuple[list[tuple[str, float]], np.ndarray]
-"""Best passages of a query, as (passage id, score), and scores of its P positives, (P,) float32."""
-
 
 class Retriever(ABC):
     """Base class of retrievers. A retriever searches one corpus."""
 
+    corpus: Dataset
     precision: str | None = None
     """Precision of the encoder. None: there is no encoder."""
 
@@ -86,16 +76,16 @@ class Retriever(ABC):
         model: an encoder, the name or the config of an encoder, or ``bm25``. group: processes of
         this search. They divide the corpus among themselves, must all search for the same queries,
         and each gets the complete run. extra: positives of the queries that are not in the corpus.
-        ``search_with_positives`` returns their scores, but they are never found.
+        ``rank`` returns their scores, but they are never found.
         """
         if isinstance(model, str | Path):
             model = EncoderConfig.of(model)
-        if isinstance(model, EncoderConfig) and model.model == BM25_NAME:
-            return BM25(corpus, extra)
-        validate_search(settings, group)
         if isinstance(model, EncoderConfig):
+            if model.model == BM25_NAME:
+                return BM25(corpus, extra)
+            settings.check(group.world)  # before the slow loading
             folders = (settings.index_dir, settings.embeddings)
-            model = load_encoder_of(model, "passage", lambda: Texts.of_corpus(corpus), *folders)
+            model = load_encoder_of(model, "passage", lambda: Texts("passage", corpus), *folders)
         return DenseRetriever(model, corpus, settings, group, extra)
 
     def search(
@@ -106,27 +96,31 @@ class Retriever(ABC):
         Passages with equal scores are in the order of the corpus. queries: query id -> text.
         ignore_identical_ids: leave out a passage whose id equals the id of the query, as BEIR does.
         """
-        k = require_k(k)
-        require_queries(queries)
-        if not ignore_identical_ids:
-            return self._search(queries, k)
-        run = self._search(queries, k + 1)  # one of the k + 1 passages may have the id of the query
-        return {
-            query_id: [hit for hit in hits if hit[0] != query_id][:k]
-            for query_id, hits in run.items()
-        }
+        if k < 1:
+            raise InputError(f"k is {k}; expected at least 1")
+        # one passage more, because one may have the id of the query
+        rankings = list(self.rank(queries, k + ignore_identical_ids))
+        run = make_run(queries, rankings, self.corpus)
+        if ignore_identical_ids:
+            for query_id, hits in run.items():
+                run[query_id] = [hit for hit in hits if hit[0] != query_id][:k]
+        empty = sum(not hits for hits in run.values())
+        if 2 * empty > len(run) > 1:
+            warnings.warn(
+                f"no passage was found for {empty} of {len(run)} queries. With BM25, these queries "
+                "share no word with any passage: are both in the same language?",
+                stacklevel=2,
+            )
+        return run
 
     @abstractmethod
-    def _search(self, queries: Mapping[str, str], k: int) -> Run: ...
-
-    @abstractmethod
-    def search_with_positives(
-        self, queries: Sequence[str], positives: Sequence[Sequence[int]], k: int
-    ) -> Iterator[Scored]:
-        """Yield, for each query text, the k best passages and the scores of the query's positives.
+    def rank(
+        self, queries: Mapping[str, str], k: int, positives: Sequence[Sequence[int]] = ()
+    ) -> Iterator[Ranking]:
+        """Yield the ranking of each query: its k best passages, or fewer if fewer are found.
 
         positives: for each query, the row numbers of its positives. The rows of ``extra`` (see
-        ``open``) follow the corpus rows.
+        ``open``) follow the corpus rows. Empty: no query has positives.
         """
 
 
@@ -142,6 +136,7 @@ class DenseRetriever(Retriever):
         extra: Dataset | None,
     ) -> None:
         """See ``Retriever.open``."""
+        settings.check(group.world)
         self.encoder = encoder
         self.precision = encoder.precision
         self.corpus = corpus
@@ -149,25 +144,22 @@ class DenseRetriever(Retriever):
         self.group = group
         self.extra: Shards = []  # vectors of positives outside the corpus
         if extra is not None:
-            self.extra = [encode_in_memory(encoder, Texts.of_corpus(extra), settings.batch_tokens)]
+            self.extra = [encode_in_memory(encoder, Texts("passage", extra), settings.batch_tokens)]
         self.index: ExactIndex | Index
+        device = str(encoder.device)
         if settings.factory == "Flat":
-            shards, first_row = self.vectors
-            self.index = ExactIndex(
-                shards, first_row, backend=settings.backend, device=str(encoder.device)
-            )
+            self.index = ExactIndex(*self.vectors, backend=settings.backend, device=device)
+            return
+        if settings.index_dir is None:
+            self.index = Index.build(self.vectors[0], Origin(settings.factory), device)
         else:
-            origin = Origin(settings.factory, settings.seed)
-            if (
-                settings.index_dir is not None
-            ):  # the saved index belongs to these texts and this encoder
-                source = Texts.of_corpus(corpus).fingerprint
-                origin = Origin(
-                    settings.factory, settings.seed, encoder.fingerprint("passage"), source
-                )
-            self.index = Index.load_or_build(settings.index_dir, origin, lambda: self.vectors[0])
-            self.index.device = str(encoder.device)
-            self.index.set_search_params(settings.search_params)
+            # the saved index belongs to these texts and this encoder
+            source = Texts("passage", corpus).fingerprint
+            origin = Origin(settings.factory, encoder.fingerprint("passage"), source)
+            self.index = Index.load_or_build(
+                settings.index_dir, origin, lambda: self.vectors[0], device
+            )
+        self.index.set_search_params(settings.search_params)
 
     @cached_property
     def vectors(self) -> tuple[Shards, int]:
@@ -177,50 +169,43 @@ class DenseRetriever(Retriever):
         """
         return passage_vectors(self.encoder, self.corpus, self.settings, self.group)
 
-    def _search(self, queries: Mapping[str, str], k: int) -> Run:
-        encoded = encode_in_memory(
-            self.encoder, Texts.of_queries(queries), self.settings.batch_tokens
-        )
-        scores, rows = self.index.search(encoded.vectors, k)  # (n, k)
-        if self.group.world > 1:
-            gathered_scores = self.group.gather_bytes(scores.tobytes())
-            gathered_rows = self.group.gather_bytes(rows.tobytes())
-            # a process with fewer than k passages returns fewer columns
-            scores = np.hstack(
-                [
-                    np.frombuffer(part, np.float32).reshape(len(queries), -1)
-                    for part in gathered_scores
-                ]
-            )
-            rows = np.hstack(
-                [np.frombuffer(part, np.int64).reshape(len(queries), -1) for part in gathered_rows]
-            )
-            scores, rows = best_first(scores, rows, k)
-        return make_run(encoded.ids, scores, rows, self.corpus)
-
-    def search_with_positives(
-        self, queries: Sequence[str], positives: Sequence[Sequence[int]], k: int
-    ) -> Iterator[Scored]:
-        texts = Texts.of_queries({str(number): text for number, text in enumerate(queries)})
+    def rank(
+        self, queries: Mapping[str, str], k: int, positives: Sequence[Sequence[int]] = ()
+    ) -> Iterator[Ranking]:
+        texts = Texts.of_queries(queries)
         # (n, d)
         vectors = encode_in_memory(self.encoder, texts, self.settings.batch_tokens).vectors
-        shards, first_row = self.vectors
-        scores, rows = self.index.search(vectors, k)
-        if isinstance(self.index, Index):
-            # an approximate index may round scores, and negatives are compared with the exact
-            # scores of positives
-            scores, rows = best_first(inner_products(vectors, shards, rows, first_row), rows, k)
+        scores, rows = self.index.search(vectors, k)  # (n, k)
+        if self.group.world > 1:
+            scores, rows = best_first(self._of_all(scores), self._of_all(rows), k)
         # (n, most positives of a query)
         wanted = np.full((len(queries), max(map(len, positives), default=0)), -1)
         for number, query_positives in enumerate(positives):
             wanted[number, : len(query_positives)] = query_positives
-        positive_scores = np.maximum(
-            inner_products(vectors, shards, wanted, first_row),
-            inner_products(vectors, self.extra, wanted, first_row=len(self.corpus)),
-        )
-        run = make_run(texts.read(0, len(queries))[0], scores, rows, self.corpus)
-        for number, hits in enumerate(run.values()):
-            yield hits, positive_scores[number, : len(positives[number])]
+        positive_scores = wanted.astype(np.float32)
+        if wanted.size:
+            shards, first_row = self.vectors
+            positive_scores = np.maximum(
+                inner_products(vectors, shards, wanted, first_row),
+                inner_products(vectors, self.extra, wanted, first_row=len(self.corpus)),
+            )
+            if isinstance(self.index, Index):
+                # an approximate index may round scores, and negatives are compared with the exact
+                # scores of positives
+                scores = inner_products(vectors, shards, rows, first_row)
+                scores, rows = best_first(scores, rows, k)
+        for number in range(len(queries)):
+            found = rows[number] >= 0
+            yield Ranking(
+                rows[number][found],
+                scores[number][found],
+                positive_scores[number][wanted[number] >= 0],
+            )
+
+    def _of_all(self, own: np.ndarray) -> np.ndarray:
+        """Return the columns of all processes. own: (n, m), where m may differ."""
+        parts = self.group.gather_bytes(own.tobytes())
+        return np.hstack([np.frombuffer(part, own.dtype).reshape(len(own), -1) for part in parts])
 
 
 class BM25(Retriever):
@@ -241,7 +226,8 @@ class BM25(Retriever):
 
         self.corpus = corpus
         passages = corpus if extra is None else concatenate_datasets([corpus, extra])
-        self.ids, contents = Texts.of_corpus(passages).read(0, len(passages))
+        _, contents = Texts("passage", passages).read(0, len(passages))
+        self._count = len(passages)
         self._vocabulary: dict[str, int] = {}
         rows = [
             [
@@ -250,54 +236,25 @@ class BM25(Retriever):
             ]
             for content in contents
         ]
-        self._index = None
         if self._vocabulary:  # bm25s divides by zero if the corpus has no words
             self._index = bm25s.BM25()
             self._index.index((rows, self._vocabulary), show_progress=False)
 
-    def scores(self, queries: Sequence[str]) -> Iterator[np.ndarray]:
-        """Yield, for each query text, the scores of all n passages, (n,) float32.
-
-        A passage without words of the query gets 0.
-        """
-        for query in tqdm(queries, desc="BM25", unit="query", disable=None, leave=False):
-            words = [word for word in words_of(query) if word in self._vocabulary]
-            if words and self._index is not None:
-                yield self._index.get_scores(words)
-            else:
-                yield np.zeros(len(self.ids), dtype=np.float32)
-
-    def _search(self, queries: Mapping[str, str], k: int) -> Run:
-        scores = self.scores(list(queries.values()))
-        run = {
-            query_id: self._best(query_scores, k)
-            for query_id, query_scores in zip(queries, scores, strict=True)
-        }
-        empty = sum(not hits for hits in run.values())
-        if 2 * empty > len(run) > 1:
-            warnings.warn(
-                f"BM25 found no passage for {empty} of {len(run)} queries, because they share no "
-                "word with any passage. Are queries and passages in the same language?",
-                stacklevel=3,
-            )
-        return run
-
-    def search_with_positives(
-        self, queries: Sequence[str], positives: Sequence[Sequence[int]], k: int
-    ) -> Iterator[Scored]:
-        for scores, rows in zip(self.scores(queries), positives, strict=True):
-            yield self._best(scores, k), scores[list(rows)]
-
-    def _best(self, scores: np.ndarray, k: int) -> list[tuple[str, float]]:
-        scores = scores[: len(self.corpus)]
-        k = min(k, len(scores))
-        if k == 0:  # the corpus is empty
-            return []
-        kth_score = np.partition(scores, -k)[-k]
-        rows = np.flatnonzero((scores >= kth_score) & (scores > 0))
-        # equal scores stay in the order of the corpus
-        rows = rows[np.argsort(-scores[rows], kind="stable")][:k]
-        return [(self.ids[row], float(scores[row])) for row in rows]
+    def rank(
+        self, queries: Mapping[str, str], k: int, positives: Sequence[Sequence[int]] = ()
+    ) -> Iterator[Ranking]:
+        bar = tqdm(queries.values(), desc="BM25", unit="query", disable=None, leave=False)
+        for number, query in enumerate(bar):
+            scores = np.zeros(self._count, dtype=np.float32)
+            if words := [word for word in words_of(query) if word in self._vocabulary]:
+                scores = self._index.get_scores(words)
+            in_corpus = scores[: len(self.corpus)]
+            kth_score = np.partition(in_corpus, -k)[-k] if k < len(in_corpus) else 0
+            rows = np.flatnonzero((in_corpus >= kth_score) & (in_corpus > 0))
+            # equal scores stay in the order of the corpus
+            rows = rows[np.argsort(-in_corpus[rows], kind="stable")][:k]
+            own = list(positives[number]) if positives else []
+            yield Ranking(rows, in_corpus[rows], scores[own])
 
 
 def words_of(text: str, of_query: bool = True) -> list[str]:
@@ -327,92 +284,11 @@ def words_of(text: str, of_query: bool = True) -> list[str]:
     return words
 
 
-def search_vectors(
-    query_ids: Sequence[str],
-    query_vectors: np.ndarray,
-    shards: Shards,
-    k: int = 100,
-    *,
-    device: str = "auto",
-    **options: Any,
-) -> Run:
-    """Return, for each query vector, the k passages with the largest inner products.
-
-    query_vectors: (n, d) float32. device: ``cpu`` searches without GPUs. options: settings of
-    ``SearchConfig``, such as ``factory`` and ``backend``. Raises InputError if dimensions differ,
-    if a vector is not finite, or if settings conflict.
-    """
-    settings = SearchConfig(**options)
-    validate_search(settings)
-    k = require_k(k)
-    width = shards[0].vectors.shape[1] if len(shards) else query_vectors.shape[1]
-    if query_vectors.shape[1] != width:
-        raise InputError(
-            f"query vectors have dimension {query_vectors.shape[1]}, but passage vectors have "
-            f"{width}; use one encoder for both"
-        )
-    with np.errstate(over="ignore"):  # an overflow gives infinity, which is refused
-        vectors = np.ascontiguousarray(query_vectors, dtype=np.float32)
-    refuse_infinite("query", query_ids, vectors)
-    if settings.factory == "Flat":
-        scores, rows = ExactIndex(shards, backend=settings.backend, device=device).search(
-            vectors, k
-        )
-    else:
-        index = Index.build(shards, Origin(settings.factory, settings.seed))
-        index.device = device
-        index.set_search_params(settings.search_params)
-        scores, rows = index.search(vectors, k)
-    ids = [passage_id for shard in shards for passage_id in shard.ids]
-    return make_run(query_ids, scores, rows, Dataset.from_dict({"id": ids}))
-
-
-def require_k(k: int) -> int:
-    """Return k as a Python number, because faiss refuses numbers of NumPy.
-
-    Raise InputError if k is not positive.
-    """
-    if not hasattr(k, "__index__") or k < 1:
-        raise InputError(f"k is {k}; expected a whole number of at least 1")
-    return operator.index(k)
-
-
-def validate_search(settings: SearchConfig, group: Processes = ALONE) -> None:
-    """Raise InputError if settings contradict each other or the number of processes."""
-    if settings.factory == "Flat":
-        if settings.search_params:
-            raise InputError(
-                f"search_params {settings.search_params!r} has no effect on the exact index "
-                "'Flat'. Leave search_params out, or choose an approximate index with --factory."
-            )
-        if settings.index_dir:
-            raise InputError(
-                f"index_dir {settings.index_dir!r} has no effect on the exact index 'Flat'. Use "
-                "--embeddings to save the vectors that exact search reads."
-            )
-        return
-    if group.world > 1:
-        raise InputError(
-            f"index {settings.factory!r} needs one process, but {group.world} were started. Start "
-            "one process (it can read embeddings that several processes made), or use the exact "
-            "index 'Flat'."
-        )
-    if settings.backend == "torch":
-        raise InputError(
-            f"factory {settings.factory!r} needs the backend faiss; the backend torch supports "
-            "only 'Flat'"
-        )
-
-
 def index_settings(settings: SearchConfig) -> dict[str, Any]:
     """Return the search settings that can change the passages found for equal vectors."""
     if settings.factory == "Flat":
         return {"factory": "Flat"}
-    return {
-        "factory": settings.factory,
-        "search_params": settings.search_params,
-        "index_seed": settings.seed,
-    }
+    return {"factory": settings.factory, "search_params": settings.search_params}
 
 
 def search(
@@ -430,20 +306,16 @@ def search(
 
     A passage with the id of the query is left out, as in BEIR. model: an encoder, the name or the
     config of an encoder, or ``bm25``. policy: what to do with bad records. output: TREC run file to
-    write. If it is set, an id with white space raises InputError before the search. group:
-    processes (see ``joined``) that share the work. All of them must call this function, and each
-    gets the same run.
+    write. group: processes (see ``joined``) that share the work. All of them must call this
+    function, and each gets the same run.
     """
     refuse_input_as_output(
         output, data, getattr(model, "model", model), settings.embeddings, settings.index_dir
     )
     with group.main_first():
         judged = open_dataset(data, split, policy).retrieval_set
-    if output is not None:
-        refuse_unwritable_ids(output, judged.queries, judged.corpus)
-    run = Retriever.open(model, judged.corpus, settings, group).search(
-        judged.queries, k, ignore_identical_ids=judged.skips_own_id
-    )
+    retriever = Retriever.open(model, judged.corpus, settings, group)  # encodes the corpus
+    run = retriever.search(judged.queries, k, ignore_identical_ids=judged.skips_own_id)
     if output is not None and group.is_main:
         write_run(output, run)
     return run
@@ -464,7 +336,6 @@ def look(
 
     split: used only for a data set of the Hub.
     """
-    require_utf8(query, "the query")
     with group.main_first():
         dataset = open_dataset(data, split, policy)
         corpus = dataset.corpus if dataset.path.is_dir() else dataset.searchable_set.corpus

@@ -16,7 +16,6 @@ import numpy as np
 from datasets import Dataset
 
 from contaccum.data.corpus import find_rows
-from contaccum.data.tables import column_batches
 from contaccum.errors import InputError
 from contaccum.formats.records import numbered_lines, whole_records
 
@@ -26,28 +25,26 @@ Run = dict[str, list[tuple[str, float]]]
 _COLUMNS = "six columns: query id, Q0, passage id, rank, score, tag"
 
 
-def make_run(
-    query_ids: Iterable[str], scores: np.ndarray, rows: np.ndarray, corpus: Dataset
-) -> Run:
-    """Make a run of n queries from scores (n, k) and row numbers (n, k) of passages, best first.
+class Ranking(NamedTuple):
+    """Best passages of a query, best first."""
 
-    Row -1 is no passage.
-    """
-    numbers = np.unique(rows)
-    numbers = numbers[numbers >= 0].tolist()
-    ids = dict(
-        zip(numbers, corpus.select_columns(["id"])[numbers]["id"] if numbers else [], strict=True)
-    )
-    return {
-        query_id: [
-            (ids[row], score)
-            for row, score in zip(query_rows, query_scores, strict=True)
-            if row >= 0
-        ]
-        for query_id, query_rows, query_scores in zip(
-            query_ids, rows.tolist(), scores.tolist(), strict=True
-        )
-    }
+    rows: np.ndarray
+    """Row numbers of m passages in the corpus, (m,) int64."""
+    scores: np.ndarray  # (m,) float32
+    positives: np.ndarray  # scores of the query's P positives, (P,) float32
+
+
+def make_run(query_ids: Iterable[str], rankings: Iterable[Ranking], corpus: Dataset) -> Run:
+    """Make a run from the rankings of the queries, with the ids of the corpus."""
+    rankings = list(rankings)
+    found = sorted({row for ranking in rankings for row in ranking.rows.tolist()})
+    passage_ids = corpus.select_columns(["id"])[found]["id"] if found else []
+    id_of = dict(zip(found, passage_ids, strict=True))
+    run: Run = {}
+    for query_id, ranking in zip(query_ids, rankings, strict=True):
+        hits = zip(ranking.rows.tolist(), ranking.scores.tolist(), strict=True)
+        run[query_id] = [(id_of[row], score) for row, score in hits]
+    return run
 
 
 def ranked(pairs: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
@@ -68,33 +65,17 @@ def write_run(path: str | Path, run: Run, tag: str = "contaccum") -> None:
     The file appears only when it is complete. Raises InputError if an id or the tag is empty or
     contains white space, because the format does not allow this.
     """
-    _refuse_white_space(tag, "tag", path)
     with whole_records(path) as file:
         for query_id, hits in run.items():
-            _refuse_white_space(query_id, "query id", path)
             for rank, (passage_id, score) in enumerate(hits, 1):
-                _refuse_white_space(passage_id, "passage id", path)
-                file.write(f"{query_id} Q0 {passage_id} {rank} {float(score)!r} {tag}\n".encode())
-
-
-def refuse_unwritable_ids(path: str | Path, queries: Iterable[str], corpus: Dataset) -> None:
-    """Raise InputError if a query id or a passage id is not allowed in a TREC run file.
-
-    This check runs before the search.
-    """
-    batches = (batch["id"] for batch in column_batches(corpus, ["id"]))
-    for what, ids in [("query id", list(queries)), *(("passage id", ids) for ids in batches)]:
-        if " ".join(ids).split() != ids:  # much faster than a check of each id
-            for key in ids:
-                _refuse_white_space(key, what, path)
-
-
-def _refuse_white_space(value: str, what: str, path: str | Path) -> None:
-    if value.split() != [value]:
-        raise InputError(
-            f"{path}: {what} {value!r} is empty or contains white space, which a TREC run file "
-            "does not allow"
-        )
+                columns = [query_id, "Q0", passage_id, str(rank), repr(float(score)), tag]
+                line = " ".join(columns)
+                if line.split() != columns:
+                    raise InputError(
+                        f"{path}: line {line!r}: an id or the tag is empty or contains white "
+                        "space, which a TREC run file does not allow"
+                    )
+                file.write(f"{line}\n".encode())
 
 
 def read_run(path: str | Path) -> Run:
@@ -138,18 +119,11 @@ class RankedPassage(NamedTuple):
 
 
 def read_passages(corpus: Dataset, ranking: Sequence[tuple[str, float]]) -> list[RankedPassage]:
-    """Read the title and the text of each passage of a ranking.
-
-    Return the passages in the order of the ranking.
-    """
+    """Return the passages of a ranking in its order, with title and text."""
     rows = rows_of(corpus, {passage_id for passage_id, _ in ranking})
     read = corpus[[rows[passage_id] for passage_id, _ in ranking]]
-    return [
-        RankedPassage(passage_id, score, title, text)
-        for (passage_id, score), title, text in zip(
-            ranking, read["title"], read["text"], strict=True
-        )
-    ]
+    texts = zip(ranking, read["title"], read["text"], strict=True)
+    return [RankedPassage(*hit, title, text) for hit, title, text in texts]
 
 
 def rows_of(corpus: Dataset, ids: set[str]) -> dict[str, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from contaccum.runtime.files import cache_folder, sweep, whole_folder
+from contaccum.runtime.files import cache_folder, whole_folder
 from contaccum.runtime.locks import waiting_lock
 
 
@@ -21,7 +21,6 @@ def cached_folder(kind: str, key: object, build: Callable[[Path], None]) -> Path
     if not folder.is_dir():
         with waiting_lock(cache_folder() / "locks" / f"{name}.lock"):
             if not folder.is_dir():  # another process may have built the folder during the wait
-                sweep(folder.parent, name)
                 with whole_folder(folder) as part:
                     build(part)
     return folder

@@ -44,16 +44,6 @@ def require_texts(texts: Iterable[str], what: str, prefix: str) -> list[str]:
     return [prefix + require_utf8(text, f"{what} {number}") for number, text in enumerate(texts)]
 
 
-def require_queries(queries: Mapping[str, str]) -> None:
-    """Raise InputError unless ``queries`` maps query ids to valid texts."""
-    if not isinstance(queries, Mapping):
-        raise InputError(
-            f"queries is a {type(queries).__name__}; expected a mapping from query id to text"
-        )
-    for query_id, text in queries.items():
-        require_utf8(text, f"query {query_id!a}")
-
-
 def require_known_ids(largest: int, vocabulary: int | None, tokenizer: Any) -> None:
     """Raise InputError if ``largest``, the largest token id in some texts, has no word embedding.
 

@@ -320,6 +320,8 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     part = _temporary_path(path, "part")
     old = _temporary_path(path, "old")
     with created_folder(path.parent), write_errors(path), ExitStack() as cleanup:
+        with suppress(OSError):  # a leftover of another user cannot be removed
+            sweep(path.parent, path.name, shared=True)
         cleanup.callback(shutil.rmtree, old, ignore_errors=True)
         cleanup.callback(shutil.rmtree, part, ignore_errors=True)
         if path.is_file():

@@ -121,15 +121,14 @@ def test_a_question_without_results_counts_zero():
     assert answer_accuracy(questions, {"1": [("p2", 1.0)]}, CORPUS)["mean"]["top1"] == 0.5
 
 
-def test_patterns_that_are_none_are_counted():
+def test_patterns_that_are_none_match_nothing():
     questions = [
         Question("a", ["Par.s"]),
         Question("b", ["(", "[", "(?a)x", "capital"]),
         Question("c", [""]),
     ]
-    with pytest.warns(UserWarning, match="4 answers are empty or not a regular expression"):
-        metrics = answer_accuracy(questions, run_of("p2", "p2", "p2"), CORPUS, match="regex")
-    assert metrics["mean"]["top1"] == pytest.approx(2 / 3)
+    metrics = answer_accuracy(questions, run_of("p2", "p2", "p2"), CORPUS, match="regex")
+    assert [values["top1"] for values in metrics["per_query"].values()] == [1, 1, 0]
 
 
 def test_a_pattern_that_backtracks_without_end_is_stopped_and_named():
@@ -146,10 +145,6 @@ def test_what_does_not_fit_together_is_refused():
     questions = [Question("a", ["Paris"])]
     with pytest.raises(InputError, match="passage 'p9' of the run is not in the corpus"):
         answer_accuracy(questions, run_of("p9"), CORPUS)
-    with pytest.raises(InputError, match="the run has none of the 1 questions"):
-        answer_accuracy(questions, {"test-1": [("p1", 1.0)]}, CORPUS)
-    with pytest.raises(InputError, match="match is 'fuzzy'"):
-        answer_accuracy(questions, run_of("p1"), CORPUS, match="fuzzy")
 
 
 def test_bm25_is_scored_on_questions(tmp_path, capsys):

@@ -3,7 +3,7 @@ checkpoint."""
 
 import numpy as np
 import pytest
-from helpers import open_corpus, open_retrieval_set
+from helpers import open_corpus, open_retrieval_set, search_vectors
 
 from contaccum.config.commands import SearchConfig
 from contaccum.encoder import DualEncoder
@@ -11,7 +11,7 @@ from contaccum.evaluation.answers import answer_accuracy
 from contaccum.evaluation.evaluate import evaluate
 from contaccum.evaluation.metrics import evaluate_run
 from contaccum.formats.dpr import read_questions
-from contaccum.retrieval.retriever import Retriever, search_vectors
+from contaccum.retrieval.retriever import Retriever
 from contaccum.retrieval.shards import Shard, ShardFolder
 
 pytestmark = pytest.mark.acceptance

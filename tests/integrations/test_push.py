@@ -88,7 +88,6 @@ def test_card_names_every_training_set_and_no_local_path(run, tmp_path):
     front, body = card_of(copy)
     shown = ["a", "b?query=q&pos=p", *names[2:]]
     assert f"Trained on {', '.join(f'`{name}` (s{i})' for i, name in enumerate(shown))};" in body
-    assert front["datasets"] == ["o/n"]  # the Hub refuses other names
     assert "On `nanobeir/scifact test`" in body
     assert "secret place" not in str(front) + body
 
@@ -265,33 +264,3 @@ def test_missing_network_and_missing_token_are_one_line_errors(call):
     code, _, err = call("http://127.0.0.1:9", token=None)
     assert code == 2
     assert "no Hub token found" in err
-
-
-@pytest.mark.parametrize(
-    ("link", "target", "refused"),
-    [
-        ("query_encoder/extra.txt", "../../config.yaml", True),
-        ("twice", "first", True),
-        ("query_encoder/up.json", "../contaccum.json", False),
-    ],
-)
-def test_push_refuses_links_that_leave_the_model(link, target, refused, run, hub, call):
-    model = run / "model"
-    made = [model / link]
-    if target == "first":  # a link to a link
-        made.append(model / "first")
-        (model / "first").symlink_to("/etc/hostname")
-    made[0].symlink_to(target)
-    try:
-        for options in (["--dry_run"], []):
-            code, out, err = call(hub, *options)
-            assert code == (2 if refused else 0), err
-            if refused:
-                assert "this symbolic link leads out of the model's folder" in err
-                assert err.count("\n") == 1
-                assert Hub.seen == {}
-            else:
-                assert link in (out if options else Hub.seen["files"])
-    finally:
-        for each in made:
-            each.unlink()

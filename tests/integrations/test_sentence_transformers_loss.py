@@ -336,10 +336,10 @@ def test_batches_of_another_shape_are_refused():
     queries, passages = torch.randn(2, 16), torch.randn(2, 2, 16)
     bank(queries, passages, training=True)
     with pytest.raises(
-        InputError, match="a batch has 0 hard negatives per query, but the bank stores 1 per query"
+        InputError, match=r"a batch has 0 hard negatives .* of width 16, but the bank stores 1"
     ):
         bank(queries, passages[:, :1], training=True)
-    with pytest.raises(InputError, match="the vectors have width 4, but the bank has width 16"):
+    with pytest.raises(InputError, match="of width 4, but the bank stores 1 of width 16"):
         bank(queries[:, :4], passages[:, :, :4], training=True)
     assert bank.bank.fill == 2
     none = BankLoss(0, "cosine")  # plain gradient accumulation keeps nothing
@@ -372,11 +372,11 @@ def test_resumed_bank_accepts_any_first_batch_and_temperature(first, temperature
         take(begun, 16)
     write_bank(tmp_path, begun.state())
     other = BankLoss(64, "dot")
-    other.begin(tmp_path)
+    other.begin(read_bank(tmp_path))
     with pytest.raises(InputError, match="similarity is dot, but the checkpoint has cosine"):
         take(other, 16)
     rest = BankLoss(64, "cosine", temperature)
-    rest.begin(tmp_path)
+    rest.begin(read_bank(tmp_path))
     own_positives = torch.eye(64, dtype=torch.bool)  # no negatives, so not in the sums
     for rows in (first, 16, 16):
         take(rest, rows)
@@ -425,8 +425,6 @@ def test_wrong_options_and_calls_are_refused(data, plain, tmp_path):
         take(model, rows, tmp_path / "a", callback=False)
     with pytest.raises(InputError, match="bank_size is 2; expected 0 or at least 4"):
         take(model, rows, tmp_path / "b", loss={"bank_size": 2})
-    with pytest.raises(InputError, match="the data has 1 text columns"):
-        take(model, [{"query": row["query"]} for row in rows], tmp_path / "c")
     with pytest.raises(InputError, match="similarity is 'euclidean'; expected cosine or dot"):
         ContAccumLoss(SentenceTransformer(str(model), device="cpu"), similarity="euclidean")
     trainer, _ = make_trainer(str(model), rows, str(tmp_path / "d"))

@@ -68,7 +68,7 @@ def test_equal_passages_are_in_the_order_of_the_corpus_also_at_the_cut():
 
 
 def test_queries_without_a_known_word_find_nothing():
-    with pytest.warns(UserWarning, match="no passage for 4 of 4 queries"):
+    with pytest.warns(UserWarning, match="no passage was found for 4 of 4 queries"):
         run = BM25(CORPUS).search(
             {"unknown": "xylophone", "stop": "the is", "empty": "", "signs": "?!"}
         )
@@ -198,7 +198,7 @@ def test_scores_of_character_pairs_are_the_formulas():
 
 def test_a_run_in_which_most_queries_find_nothing_warns():
     index = BM25(CORPUS)
-    with pytest.warns(UserWarning, match="no passage for 2 of 3 queries.*same language"):
+    with pytest.warns(UserWarning, match="no passage was found for 2 of 3 queries.*same language"):
         index.search({"1": "cats", "2": "gatos", "3": "ratones"})
     with warnings.catch_warnings():  # negative control
         warnings.simplefilter("error")

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+from datasets import Dataset
 from helpers import train_config, write_beir
 
 from contaccum import DualEncoder, evaluate, look, mine, train
@@ -53,17 +54,13 @@ def test_the_oldest_vectors_are_deleted_when_the_cache_is_full(encoded, tmp_path
 
     def vectors(word: str) -> int:
         before = encoded["encode_passages"]
-        texts = Texts(
-            "passage",
-            8,
-            lambda start, stop: ([str(n) for n in range(start, stop)], [word] * (stop - start)),
-        )
-        (shard,) = cached_vectors(encoder, texts, 8 * encoder.dim * 4, None)
+        columns = {"id": [str(n) for n in range(8)], "title": [""] * 8, "text": [word] * 8}
+        _, (shard,) = cached_vectors(encoder, Texts("passage", Dataset.from_dict(columns)))
         assert shard.vectors.tolist() == encoder.encode_passages([word] * 8).tolist()
         return encoded["encode_passages"] - before - 8
 
     assert [vectors(word) for word in ("a", "b", "a")] == [8, 8, 0]
-    folders = list((cache_folder() / "corpus_vectors").iterdir())
+    folders = list((cache_folder() / "vectors").iterdir())
     size = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
     monkeypatch.setattr(encode, "CACHE_BYTES", size)
     assert vectors("c") == 8  # deletes b, because a was used after it

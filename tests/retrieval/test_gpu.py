@@ -58,14 +58,14 @@ def test_search_params_reach_the_copies_on_the_gpus():
 
 
 def test_more_results_than_a_gpu_gives_come_from_the_cpu():
-    index = Index.build(shards())
+    index = Index.build(shards(), Origin("Flat"))
     rows = index.search(QUERIES, GPU_LIMIT + 1)[1]
     np.testing.assert_array_equal(rows, index.index.search(QUERIES, GPU_LIMIT + 1)[1])
 
 
 @pytest.mark.skipif(gpu_count() < 2, reason="faiss sees fewer than two GPUs")
 def test_several_gpus_hold_a_part_each():
-    index = Index.build(shards())
+    index = Index.build(shards(), Origin("Flat"))
     parts = faiss_library.load_faiss().downcast_index(index._gpu_copies(search_gpus()))
     assert (
         sorted(parts.at(n).ntotal for n in range(parts.count()))

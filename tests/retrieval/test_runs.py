@@ -2,14 +2,12 @@
 refused."""
 
 import gzip
-import json
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contaccum import search
 from contaccum.errors import InputError
 from contaccum.retrieval.runs import ranked, read_run, write_run
 
@@ -59,18 +57,6 @@ def test_a_run_with_the_ending_gz_is_gzipped(tmp_path):
     assert read_run(tmp_path / "run.trec.gz") == run
 
 
-@pytest.mark.parametrize("key", ["pos_id", "neg_id"])
-def test_ids_with_white_space_are_refused_before_the_search(tmp_path, key):
-    record = {"query": "q", "pos": ["x"], "pos_id": ["a"], "neg": ["y"], "neg_id": ["b"]} | {
-        key: ["a b"]
-    }
-    (tmp_path / "data.jsonl").write_text(json.dumps(record))
-    with pytest.raises(InputError, match="passage id 'a b' is empty or contains white space"):
-        search("no such model", str(tmp_path / "data.jsonl"), output=str(tmp_path / "run"))
-    with pytest.raises(InputError, match="no such model"):  # without a file they may stand
-        search("no such model", str(tmp_path / "data.jsonl"))
-
-
 @pytest.mark.parametrize(
     "run",
     [
@@ -82,5 +68,5 @@ def test_ids_with_white_space_are_refused_and_no_file_is_left(tmp_path, run):
     with pytest.raises(InputError, match="white space"):
         write_run(tmp_path / "run", run)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(InputError, match="tag 'two words'"):
+    with pytest.raises(InputError, match="two words"):
         write_run(tmp_path / "run", {"q": [("d", 1.0)]}, tag="two words")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from datasets import Dataset
+from helpers import search_vectors as search
 from word_encoder import WordEncoder
 
 from contaccum.config.commands import SearchConfig
@@ -14,9 +15,8 @@ from contaccum.retrieval import exact, index, shards
 from contaccum.retrieval.encode import Texts, encode_texts, passage_vectors
 from contaccum.retrieval.index import Index
 from contaccum.retrieval.retriever import Retriever
-from contaccum.retrieval.retriever import search_vectors as search
 from contaccum.retrieval.runs import rows_of
-from contaccum.retrieval.shards import Shard, saved_dtype
+from contaccum.retrieval.shards import Shard
 from contaccum.runtime.processes import Processes
 
 
@@ -112,17 +112,13 @@ def test_both_libraries_break_ties_at_the_cutoff_by_row_number(k, size):
 
 @pytest.mark.parametrize("faster", ["faiss", "torch"])
 def test_a_large_search_uses_the_library_that_was_faster(faster, monkeypatch, capsys):
-    def delayed(top):
-        def run(queries, block, k):
-            clock[0] += 1
-            return top(queries, block, k)
+    def delayed(backend, queries, block, k):
+        clock[0] += backend != faster
+        return best_rows(backend, queries, block, k)
 
-        return run
-
-    clock = [0.0]
+    clock, best_rows = [0.0], exact._best_rows
     monkeypatch.setattr(exact, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    slower = {"faiss": "_top_with_torch", "torch": "_top_with_faiss"}[faster]
-    monkeypatch.setattr(exact, slower, delayed(getattr(exact, slower)))
+    monkeypatch.setattr(exact, "_best_rows", delayed)
     vectors, queries = made(300), made(30, seed=1)
     index = exact.ExactIndex(cut(vectors, 100), device="cpu")
     index.search(queries, 10)
@@ -187,17 +183,16 @@ def test_search_params_trade_speed_for_recall():
 
 
 @pytest.mark.parametrize("factory", ["IVF16,Flat", "HNSW16", "PQ4x4"])
-def test_two_builds_with_one_seed_give_one_run_and_another_seed_another_training(
-    factory, monkeypatch
-):
+def test_two_builds_give_one_run_and_another_seed_another_training(factory, monkeypatch):
     # fewer than there are, as in a large corpus
     monkeypatch.setattr(index, "training_rows", lambda faiss, index: 700)
     vectors, queries = made(3000, dim=8), made(20, dim=8, seed=1)
     first, again = (
-        search(names(20), queries, cut(vectors, 900), 10, factory=factory, seed=5) for _ in range(2)
+        search(names(20), queries, cut(vectors, 900), 10, factory=factory) for _ in range(2)
     )
     assert first == again
-    other = search(names(20), queries, cut(vectors, 900), 10, factory=factory, seed=6)
+    monkeypatch.setattr(index, "SEED", 6)
+    other = search(names(20), queries, cut(vectors, 900), 10, factory=factory)
     assert (other == first) == (factory == "HNSW16")  # which is not trained
 
 
@@ -205,15 +200,14 @@ def test_two_builds_with_one_seed_give_one_run_and_another_seed_another_training
     ("given", "words"),
     [
         (
-            {"query_vectors": made(3, dim=8)},
-            "query vectors have dimension 8, but passage vectors have 24",
+            {"factory": "HNSW8", "search_params": "nprobe=4"},
+            "search_params 'nprobe=4': faiss cannot use them with index 'HNSW8'",
         ),
-        ({"backend": "numpy"}, "backend is 'numpy'; expected one of auto, faiss, torch"),
         (
-            {"backend": "torch", "factory": "HNSW8"},
-            "needs the backend faiss; the backend torch supports only 'Flat'",
+            {"factory": "IVF4,Flat", "search_params": "speed=9"},
+            "search_params 'speed=9': faiss cannot use them",
         ),
-        ({"search_params": "nprobe=4"}, "has no effect on the exact index"),
+        ({"factory": "LSH"}, r"index 'LSH': faiss cannot build it .*METRIC_L2"),
         (
             {"factory": "Ivory"},
             r"'Ivory': faiss cannot build it for 40 passages \(could not parse index string "
@@ -224,36 +218,42 @@ def test_two_builds_with_one_seed_give_one_run_and_another_seed_another_training
             r"'HNSW8' \(ParameterSpace\S* ?could not set parameter nprobes\)$",
         ),
         (
-            {"factory": "HNSW8", "search_params": "efSearch=-1"},
-            "efSearch is -1; expected a number of at least 1",
-        ),
-        (
-            {"factory": "IVF4,Flat", "search_params": "nprobe=nan"},
-            "nprobe is nan; expected a number of at least 1",
+            {"factory": "IVF4,Flat", "search_params": "nprobe=0"},
+            "index 'IVF4,Flat': faiss refused the search",
         ),
         ({"factory": "IVF64,Flat"}, "index 'IVF64,Flat': faiss cannot build it for 40 passages"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_one_sentence(given, words):
-    call = {
-        "query_ids": names(3),
-        "query_vectors": made(3, seed=1),
-        "shards": cut(made(40), 16),
-        "k": 5,
-    }
     with pytest.raises(InputError, match=words) as error:
-        search(**call | given)
+        search(names(3), made(3, seed=1), cut(made(40), 16), 5, **given)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    "value", [np.nan, 1e300]
-)  # 1e300 is infinite in float32, the dtype of the search
-def test_a_query_vector_that_is_not_finite_is_named(value):
-    queries = made(3, seed=1).astype(np.float64)
-    queries[1, 4] = value
-    with pytest.raises(InputError, match="query 'q1'"):
-        search(names(3), queries, cut(made(40), 16), 5)
+    ("settings", "processes", "words"),
+    [
+        ({"search_params": "nprobe=4"}, 1, "search_params 'nprobe=4' has no effect on the exact"),
+        ({"index_dir": "i"}, 1, "index_dir 'i' has no effect on the exact"),
+        ({"factory": "HNSW8", "backend": "torch"}, 1, "'HNSW8' needs one process and faiss"),
+        ({"factory": "HNSW8"}, 2, "needs one process and faiss, but 2 were started"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, processes, words):
+    with pytest.raises(InputError, match=words):
+        SearchConfig(**settings).check(processes)
+    SearchConfig(factory="HNSW8", index_dir="i", search_params="efSearch=9").check(1)
+    SearchConfig(backend="torch").check(2)
+
+
+def test_a_query_vector_that_is_not_finite_is_named():
+    class BrokenQueries(WordEncoder):
+        def encode_queries(self, texts, *rest):
+            return np.where([[text == "rings"] for text in texts], np.nan, np.zeros(self.dim))
+
+    retriever = Retriever.open(BrokenQueries(), CORPUS)
+    with pytest.raises(InputError, match="query 'y'"):
+        retriever.search({"x": "pears", "y": "rings"}, 5)
 
 
 class Broken(WordEncoder):
@@ -277,7 +277,7 @@ def test_a_passage_vector_that_is_not_finite_is_named_wherever_it_is_kept(tmp_pa
 
 @pytest.mark.parametrize("world", [1, 3, 7])
 def test_processes_divide_the_corpus_into_consecutive_parts(world, tmp_path):
-    encode_texts(WordEncoder(), Texts.of_corpus(CORPUS), tmp_path / "e", shard_size=1)
+    encode_texts(WordEncoder(), Texts("passage", CORPUS), tmp_path / "e", shard_size=1)
     for kept in (None, str(tmp_path / "e")):
         found = []
         for rank in range(world):
@@ -298,8 +298,8 @@ def unconnected(rank: int, world: int) -> Processes:
 def test_no_passages_and_no_queries():
     assert search(names(2), made(2), [], 5) == {"q0": [], "q1": []}
     assert search([], made(0), cut(made(40), 16), 5) == {}
-    with pytest.raises(InputError, match="no passages to index"):
-        search(names(2), made(2), [], 5, factory="HNSW8")
+    with pytest.raises(InputError, match="k is 0; expected at least 1"):
+        Retriever.open(WordEncoder(), CORPUS).search({"x": "rings"}, 0)
 
 
 CORPUS = Dataset.from_dict(
@@ -317,14 +317,13 @@ CORPUS = Dataset.from_dict(
 
 
 @pytest.mark.parametrize("embeddings", [False, True])
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_texts_are_found_by_their_words(tmp_path, embeddings, dtype):
+def test_texts_are_found_by_their_words(tmp_path, embeddings):
     queries = {
         "x": "which planets have rings",
         "y": "where does the Rhine flow",
         "z": "apples and trees",
     }
-    chosen = SearchConfig(embeddings=tmp_path / "e" if embeddings else None, dtype=dtype)
+    chosen = SearchConfig(embeddings=tmp_path / "e" if embeddings else None)
     run = Retriever.open(WordEncoder(), CORPUS, chosen).search(queries, 2)
     assert [(query, hits[0][0], len(hits)) for query, hits in run.items()] == [
         ("x", "d", 2),
@@ -334,27 +333,13 @@ def test_texts_are_found_by_their_words(tmp_path, embeddings, dtype):
     assert (tmp_path / "e" / "manifest.json").exists() == embeddings
 
 
-@pytest.mark.parametrize("form", ["npy", "parquet"])
-def test_a_search_finishes_embeddings_of_any_shard_size_and_form(form, tmp_path):
-    """It once advised to delete the folder, because shard_size was 1 and not the default, which
-    search cannot set."""
+def test_finished_embeddings_serve_whatever_their_shard_size_and_form(tmp_path):
     encode_texts(
-        WordEncoder(),
-        Texts.of_corpus(CORPUS),
-        tmp_path / "e",
-        shard_size=1,
-        dtype="float16",
-        format=form,
+        WordEncoder(), Texts("passage", CORPUS), tmp_path / "e", shard_size=3, dtype="float16"
     )
-    kept = (tmp_path / "e" / f"00000.{form}").stat().st_mtime_ns
-    for name in ("manifest.json", "00002.shard.json", f"00002.{form}"):
-        (tmp_path / "e" / name).unlink()
-    assert saved_dtype(tmp_path / "e") == "float16"  # a benchmark saves it with the metrics
-    encoder = WordEncoder()
-    shards, _ = passage_vectors(encoder, CORPUS, SearchConfig(embeddings=str(tmp_path / "e")))
-    assert [len(shard.ids) for shard in shards] == [1] * len(CORPUS)
-    assert shards[2].vectors.dtype == np.float16
-    assert (encoder.seen, (tmp_path / "e" / f"00000.{form}").stat().st_mtime_ns) == (1, kept)
+    shards, _ = passage_vectors(WordEncoder(), CORPUS, SearchConfig(embeddings=str(tmp_path / "e")))
+    assert len(shards[0].ids) == 3
+    assert shards[0].vectors.dtype == np.float16
 
 
 @pytest.mark.parametrize(
