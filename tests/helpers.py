@@ -18,6 +18,7 @@ from contaccum.data.commands import convert
 from contaccum.data.dataset import open_dataset
 from contaccum.data.examples import ExampleTable
 from contaccum.data.retrieval_set import JudgedSplit, RetrievalSet
+from contaccum.data.tables import Ragged
 from contaccum.data.train_set import TrainSet
 from contaccum.encoder import DualEncoder, EncoderSettings, Tower
 from contaccum.encoder.tokenizer import wordpiece_tokenizer
@@ -362,6 +363,12 @@ def peak(run) -> int:
     return most
 
 
+def ragged(rows: list[list[int]]) -> Ragged:
+    values = np.array([value for row in rows for value in row], dtype=np.int64)
+    scores = np.full(len(values), np.nan, dtype=np.float32)
+    return Ragged(np.cumsum([0, *map(len, rows)]), values, scores)
+
+
 # one part of a data set, opened by open_dataset with the policy's fields as keywords
 
 
@@ -391,8 +398,8 @@ def open_examples(path: str | Path, split: str = "train", **policy: int) -> Exam
     return open_dataset(path, split, DataPolicy(**policy)).examples()
 
 
-def load_examples(path: Path, scores: bool = False, **policy: int) -> ExampleTable:
-    return examples.load_examples(path, DataPolicy(**policy), scores)
+def load_examples(path: Path, **policy: int) -> ExampleTable:
+    return examples.load_examples(path, DataPolicy(**policy))
 
 
 def judged_split(path: Path, split: str, **policy: int) -> JudgedSplit:

@@ -4,6 +4,8 @@
 """
 
 import os
+from collections.abc import Callable
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -28,63 +30,6 @@ def table(file: str) -> list[list[str]]:
     return [line.split("\t") for line in text.splitlines()]
 
 
-def is_published(name: str | Path) -> bool:
-    """Return whether ``fetch`` would download this data set.
-
-    A part of the name after a slash may still be wrong.
-    """
-    from contaccum.catalog.download import MD5
-
-    text = str(name)
-    known = text.partition("/")[0] in (*MD5, "dpr", "miracl", "mteb", "nanobeir")
-    return (known or text.startswith(HUB_PREFIX)) and not os.path.exists(text)
-
-
-def check_name(name: str | Path) -> None:
-    """Raise InputError if no data set has this name. Download nothing.
-
-    Of a Hub data set, only the form of the name is checked. A path is not checked.
-    """
-    text = str(name)
-    refuse_url(text)
-    family, _, member = text.partition("/")
-    if os.path.exists(text) or _is_path(text):
-        return
-    if family == "nanobeir":
-        if member not in NANO:
-            raise InputError(
-                f"{text}: no NanoBEIR set has this name; expected nanobeir/ and one of "
-                f"{', '.join(NANO)}"
-            )
-    elif text.startswith(HUB_PREFIX):
-        from contaccum.catalog.hub_sets import HubName
-
-        HubName.of(text)
-    elif family == "mteb" and member:
-        from contaccum.catalog.pinned import task_and_subset
-
-        task_and_subset(member)
-    elif family == "miracl" and member:
-        from contaccum.catalog.pinned import check_language
-
-        check_language(member)
-    elif family == "dpr" and member:
-        from contaccum.catalog.download import check_dpr_name
-
-        check_dpr_name(member)
-    else:
-        from contaccum.catalog.download import check_beir_name
-
-        check_beir_name(text)
-
-
-def _is_path(text: str) -> bool:
-    """Return whether a text that is no existing path can be no name of a data set, only a path."""
-    if text.startswith((HUB_PREFIX, "nanobeir/", "mteb/", "miracl/")):
-        return False  # such as mteb/Touche2020Retrieval.v3
-    return Path(text).is_absolute() or text.startswith(".") or bool(Path(text).suffix) or not text
-
-
 def fetch(name: str | Path, split: str = "test") -> Path:
     """Return the local path of a data set; download the data set into the cache if necessary.
 
@@ -102,22 +47,50 @@ def fetch(name: str | Path, split: str = "test") -> Path:
 
     Raises InputError if the name is unknown or the download fails.
     """
+    return find(name)(split)
+
+
+def find(name: str | Path) -> Callable[[str], Path]:
+    """Return a function that downloads a data set, given its split, and returns its path.
+
+    Raise InputError if no data set has this name. Of a Hub data set, only the form of the name is
+    checked. A path is not checked.
+    """
     text = str(name)
-    check_name(text)
+    refuse_url(text)
+    family, _, member = text.partition("/")
     # Path.exists raises an error if the name is too long for a path
     if os.path.exists(text) or _is_path(text):
-        return Path(text)  # if a path does not exist, the caller reports the error
-    family, _, member = text.partition("/")
+        return lambda split: Path(text)  # if a path does not exist, the caller reports the error
     if family == "nanobeir":
+        if member not in NANO:
+            raise InputError(
+                f"{text}: no NanoBEIR set has this name; expected nanobeir/ and one of "
+                f"{', '.join(NANO)}"
+            )
         text = f"{NANO_REPOSITORY}::Nano{NANO[member]}"
     if text.startswith(HUB_PREFIX):
-        from contaccum.catalog.hub_sets import fetch_hub
+        from contaccum.catalog.hub_sets import HubName, fetch_hub
 
-        return fetch_hub(text, split)
+        return partial(fetch_hub, HubName.of(text))
     if family in ("mteb", "miracl") and member:
-        from contaccum.catalog.pinned import miracl_folder, mteb_folder
+        from contaccum.catalog import pinned
 
-        return miracl_folder(member) if family == "miracl" else mteb_folder(member, split)
-    from contaccum.catalog.download import beir_folder, dpr_file
+        if family == "mteb":
+            return partial(pinned.mteb_folder, *pinned.task_and_subset(member))
+        pinned.check_language(member)
+        return lambda split: pinned.miracl_folder(member)
+    from contaccum.catalog import download
 
-    return dpr_file(member) if family == "dpr" and member else beir_folder(text)
+    if family == "dpr" and member:
+        download.check_dpr_name(member)
+        return lambda split: download.dpr_file(member)
+    download.check_beir_name(text)
+    return lambda split: download.beir_folder(text)
+
+
+def _is_path(text: str) -> bool:
+    """Return whether a text that is no existing path can be no name of a data set, only a path."""
+    if text.startswith((HUB_PREFIX, "nanobeir/", "mteb/", "miracl/")):
+        return False  # such as mteb/Touche2020Retrieval.v3
+    return Path(text).is_absolute() or text.startswith(".") or bool(Path(text).suffix) or not text

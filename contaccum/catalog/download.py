@@ -3,10 +3,11 @@
 import hashlib
 import os
 import zipfile
-import zlib
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import requests
 from tqdm.auto import tqdm
 
@@ -26,13 +27,6 @@ DPR = {
 }
 """Name of a DPR file -> path below ``DPR_URL``. The files have Wikipedia passages, training data or
 questions."""
-# BEIR is not allowed to distribute these data sets
-LICENSED = (
-    "bioasq",
-    "signal1m",
-    "trec-news",
-    "robust04",
-)
 FORUMS = (
     *("android", "english", "gaming", "gis", "mathematica", "physics"),
     *("programmers", "stats", "tex", "unix", "webmasters", "wordpress"),
@@ -56,33 +50,31 @@ def beir_folder(
     md5: expected MD5 checksum of the archive; None: the checksum that BEIR publishes, if there is
     one.
 
-    Raises InputError if the name is unknown, if the licence forbids the download, if the download
-    fails, if the checksum is wrong, or if the archive cannot be unpacked.
+    Raises InputError if the name is unknown, if the download fails, if the checksum is wrong, or if
+    the archive cannot be unpacked.
     """
     check_beir_name(str(name))
     name, _, forum = str(name).partition("/")
     folder = Path(cache or cache_folder() / "beir") / name
-    if folder.is_dir():
-        return folder / forum
-    archive = folder.with_name(f"{folder.name}.zip")
-    with _one_download(folder.parent, "beir"):
-        if not folder.is_dir():  # another process may have downloaded it during the wait
-            sweep(folder.parent)
-            try:
-                _download(f"{base_url}/{name}.zip", archive, folder)
-                digest = hashlib.md5(usedforsecurity=False)  # BEIR publishes no other checksum
-                with open(archive, "rb") as file:
-                    while chunk := file.read(_CHUNK):
-                        digest.update(chunk)
-                expected = md5 or MD5[name]
-                if expected and digest.hexdigest() != expected:
-                    raise InputError(
-                        f"{base_url}/{name}.zip: the archive has MD5 {digest.hexdigest()}; "
-                        f"expected {expected}. Try the download again."
-                    )
-                unpack(archive, folder.name, folder)
-            finally:
-                archive.unlink(missing_ok=True)
+    archive = folder.with_name(f"{name}.zip")
+    if not folder.is_dir():
+        with _one_download(folder.parent, "beir"):
+            if not folder.is_dir():  # another process may have downloaded it during the wait
+                sweep(folder.parent)
+                try:
+                    _download(f"{base_url}/{name}.zip", archive, folder)
+                    # BEIR publishes no other checksum
+                    content: Any = np.memmap(archive, mode="r")
+                    digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
+                    expected = md5 or MD5[name]
+                    if expected and digest != expected:
+                        raise InputError(
+                            f"{base_url}/{name}.zip: the archive has MD5 {digest}; expected "
+                            f"{expected}. Try the download again."
+                        )
+                    unpack(archive, name, folder)
+                finally:
+                    archive.unlink(missing_ok=True)
     return folder / forum
 
 
@@ -113,11 +105,6 @@ def check_dpr_name(name: str) -> None:
 def check_beir_name(given: str) -> None:
     """Raise InputError unless BEIR has a data set of this name that may be downloaded."""
     name, _, forum = given.partition("/")
-    if name in LICENSED:
-        raise InputError(
-            f"{name}: its licence forbids the download. Build the data set as BEIR explains, and "
-            "give the path of its folder."
-        )
     if name not in MD5:
         raise InputError(
             f"{given}: no folder or data set has this name; expected a path, one of "
@@ -138,29 +125,21 @@ def unpack(archive: Path, name: str, target: Path) -> None:
     If an error occurs, ``target`` is not created. ``zipfile`` never writes outside the folder and
     creates no links. Raises InputError if the archive is damaged or lacks the folder ``name``.
     """
-    damage = (
-        zipfile.BadZipFile,
-        zlib.error,
-        NotImplementedError,
-        EOFError,
-        UnicodeError,
-        RuntimeError,
-    )
     with (
-        library_errors(f"{archive}: not a readable zip archive", *damage),
+        library_errors(f"{archive}: not a readable zip archive", Exception),
         zipfile.ZipFile(archive) as bundle,
         whole_folder(target) as part,
     ):
-        entries = [entry for entry in bundle.infolist() if entry.filename.startswith(f"{name}/")]
-        if all(entry.is_dir() for entry in entries):
+        bundle.extractall(part)
+        root = part / name
+        if not root.is_dir():
             raise InputError(
                 f"{archive}: has no folder {name!r}; a BEIR archive must contain a folder with the "
                 "name of the data set"
             )
-        for entry in entries:
-            entry.filename = entry.filename.removeprefix(f"{name}/")
-            if entry.filename:
-                bundle.extract(entry, part)
+        for path in root.iterdir():
+            path.rename(part / path.name)
+        root.rmdir()
 
 
 def _one_download(folder: Path, kind: str) -> AbstractContextManager[None]:
@@ -173,68 +152,53 @@ def _download(url: str, path: Path, target: Path) -> None:
     """Download ``url`` to the file ``path``, which appears whole or not at all.
 
     If the connection breaks, the received bytes stay in a hidden file, and the next call asks the
-    server for the rest. It starts again if the server does not send the rest of the file with the
-    same ETag.
+    server for the rest. A server that has another file by then, with another ETag, sends all of it.
 
     target: path where the error message tells users to put a copy of the data.
     """
+    part = path.with_name(f".{path.name}.unfinished")
+    version = path.with_name(f".{path.name}.etag")
     headers = {"Accept-Encoding": "identity"}  # so that Content-Length counts the bytes of the file
-    with created_folder(path.parent), write_errors(path), ExitStack() as responses:
+    start = 0
+    with created_folder(path.parent), write_errors(path):
+        if part.exists() and version.exists():
+            start = part.stat().st_size
+            headers |= {"Range": f"bytes={start}-", "If-Range": version.read_text()}
         try:
-            response = responses.enter_context(
-                requests.get(url, stream=True, timeout=_TIMEOUT, headers=headers)
-            )
-            response.raise_for_status()
-            etag = response.headers.get("ETag", "")
-            length = response.headers.get("Content-Length", "")
-            total = int(length) if length.isdecimal() else 0  # 0: unknown
-            version = hashlib.sha256(f"{etag} {length}".encode()).hexdigest()[:16]
-            part = path.with_name(f".{path.name}.{version}.unfinished")
-            for old in path.parent.glob(f".{path.name}.*.unfinished"):
-                if old != part or not (
-                    etag and total
-                ):  # of another version, or its version is unknown
-                    old.unlink()
-            start = part.stat().st_size if part.exists() else 0
-            if start:
-                headers |= {"Range": f"bytes={start}-", "If-Range": etag}
-                rest = responses.enter_context(
-                    requests.get(url, stream=True, timeout=_TIMEOUT, headers=headers)
-                )
-                span = (rest.headers.get("ETag"), rest.headers.get("Content-Range"))
-                if rest.status_code == 206 and span == (etag, f"bytes {start}-{total - 1}/{total}"):
-                    response.close()
-                    response = rest
-                else:
+            with requests.get(url, stream=True, timeout=_TIMEOUT, headers=headers) as response:
+                if response.status_code != 206:
+                    part.unlink(missing_ok=True)
+                    version.unlink(missing_ok=True)
                     start = 0
-            with (
-                open(part, "ab" if start else "wb") as file,
-                tqdm(
-                    total=total or None,
-                    initial=start,
-                    desc=target.name,
-                    unit="B",
-                    unit_scale=True,
-                    disable=None,
-                ) as bar,
-            ):
-                for chunk in response.iter_content(_CHUNK):
-                    file.write(chunk)
-                    bar.update(len(chunk))
-                if total and file.tell() != total:
-                    raise requests.ConnectionError(f"received {file.tell()} of {total} bytes")
-                file.flush()
-                os.fsync(file.fileno())
+                response.raise_for_status()
+                if etag := response.headers.get("ETag"):
+                    version.write_text(etag)
+                length = int(response.headers.get("Content-Length", 0))
+                with (
+                    open(part, "ab") as file,
+                    tqdm(
+                        total=start + length if length else None,
+                        initial=start,
+                        desc=target.name,
+                        unit="B",
+                        unit_scale=True,
+                        disable=None,
+                    ) as bar,
+                ):
+                    for chunk in response.iter_content(_CHUNK):
+                        file.write(chunk)
+                        bar.update(len(chunk))
+                    file.flush()
+                    os.fsync(file.fileno())
             os.replace(part, path)
+            version.unlink(missing_ok=True)
         except (requests.RequestException, ValueError) as error:  # ValueError: a broken redirect
             reason = type(error).__name__
-            if isinstance(error, requests.HTTPError) and error.response is not None:
+            if isinstance(error, requests.HTTPError):
                 reason = f"HTTP status {error.response.status_code}"
-            copy = (
-                "the file"
-                if target.suffix
-                else "the data set's folder (corpus.jsonl, queries.jsonl, qrels/)"
-            )
+            copy = "the file"
+            if not target.suffix:
+                copy = "the data set's folder (corpus.jsonl, queries.jsonl, qrels/)"
             raise InputError(
                 f"{target.name}: not found in {target.parent}, and {url} cannot be downloaded "
                 f"({reason}). Put {copy} at {target}, or give the path of a local copy."

@@ -9,72 +9,55 @@ The library ``datasets`` finds the files of a configuration. contaccum reads JSO
 because ``datasets`` converts texts such as 2020-01-01 to dates.
 """
 
-import json
 import os
 import re
 import warnings
-import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from datasets import (
-    DatasetBuilder,
-    Features,
-    Value,
-    get_dataset_config_names,
-    load_dataset,
-    load_dataset_builder,
-)
+import msgspec
+from datasets import get_dataset_config_names, load_dataset, load_dataset_builder
 from datasets.exceptions import DatasetsError
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 from yaml import YAMLError
 
 from contaccum.catalog import HUB_PREFIX
-from contaccum.errors import InputError, in_one_line, library_errors
-from contaccum.formats.json_records import Record, id_field, json_records, string_field, title_field
-from contaccum.formats.readers import grade_of, kind_of_record, quoted_column
+from contaccum.errors import InputError, library_errors
+from contaccum.formats.dpr import rows_of_cells
+from contaccum.formats.json_records import json_records
+from contaccum.formats.readers import Key, TextRecord, grade_of, kind_of_record, quoted_column
 from contaccum.formats.records import (
     READER_VERSION,
-    RowLocation,
     SourceLocation,
-    numbered_lines,
+    record_line,
     write_beir_folder,
 )
-from contaccum.formats.training import known_fields
+from contaccum.formats.training import FORMATS
 from contaccum.runtime.cache import cached_folder, file_key
 from contaccum.runtime.files import read_json, write_json
 from contaccum.runtime.hub import hub_errors
 
 FIELDS = ("query", "pos", "neg", "query_id")
 FAILURES: tuple[Any, ...] = (
-    *(
-        OSError,
-        ValueError,
-        RuntimeError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        YAMLError,
-        DatasetsError,
-    ),
+    *(OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError),
+    *(YAMLError, DatasetsError),
     *HfHubHTTPError.__bases__,  # without a connection, the error is one of these
 )
 """Errors that can occur while a data set is loaded. ``datasets`` raises RuntimeError if the data
 set has a loading script."""
 LABELS = "labelled_0.json"  # number of rows with label 0, next to examples.jsonl
-Rows = Iterable[tuple[SourceLocation, Record]]
-"""Rows of a file: pairs of the location (for error messages) and the record."""
-_UNREADABLE = (OSError, ValueError, RuntimeError, DatasetsError, EOFError, TypeError, zlib.error)
-"""Errors that a damaged file causes. EOFError and zlib.error come from a damaged gzip file."""
-_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
-"""File ending -> format. The file may also be gzipped (such as .jsonl.gz)."""
+Row = dict[str, Any]
+Rows = Iterable[tuple[SourceLocation, Row]]
+"""Rows of a file: pairs of the location (for error messages) and the row."""
+Typed = TypeVar("Typed")
+_ENDINGS = (".parquet", ".jsonl", ".json", ".csv", ".tsv")  # also gzipped (such as .jsonl.gz)
 _NAME = re.compile(
     r"(?P<repository>[^:?@]*)(@(?P<revision>[^:?]+))?"
     r"(:(?P<configuration>[^:?]*))?(:(?P<split>[^:?]+))?"
@@ -126,11 +109,16 @@ class HubName:
         configuration = parts["configuration"] or None
         return cls(text, repository, parts["revision"], configuration, parts["split"], columns)
 
-    def builder(self, configuration: str | None) -> DatasetBuilder:
-        """Return the ``datasets`` builder of a configuration. The builder lists the files."""
+    def files(self, configuration: str | None) -> dict[str, list[str]]:
+        """Return the files of each split, which the ``datasets`` builder lists.
+
+        A file is a local path, or an address on the Hub that names a commit.
+        """
         try:
             with self.available():
-                return load_dataset_builder(self.repository, configuration, revision=self.revision)
+                builder = load_dataset_builder(
+                    self.repository, configuration, revision=self.revision
+                )
         except InputError as error:
             # without a name, datasets raises ValueError if there are several
             found = []
@@ -142,17 +130,17 @@ class HubName:
                 f"{self.text}: has the configurations {', '.join(found)}; choose one, such as "
                 f"{HUB_PREFIX}{self.repository}:{found[0]}"
             ) from error
+        files = builder.config.data_files or {}
+        return {str(split): list(paths) for split, paths in files.items()}
 
     def rows(self, files: Iterable[str]) -> Rows:
         """Read the rows of files. A file that is an address on the Hub is downloaded first."""
-        return chain.from_iterable(file_rows(self._fetch(file)) for file in files)
-
-    def _fetch(self, file: str) -> str:
-        if not (remote := _REMOTE.fullmatch(file)):
-            return file
-        repository, commit, path = remote.groups()
-        with self.available():
-            return str(hf_hub_download(repository, path, repo_type="dataset", revision=commit))
+        for file in files:
+            if remote := _REMOTE.fullmatch(file):
+                name, commit, path = remote.groups()
+                with self.available():
+                    file = hf_hub_download(name, path, repo_type="dataset", revision=commit)
+            yield from file_rows(Path(file))
 
     def configurations(self) -> list[str]:
         with self.available():
@@ -165,14 +153,11 @@ class HubName:
         """
         if os.path.isfile(self.repository):
             return [self.repository]
-        names = os.listdir(self.repository) if os.path.isdir(self.repository) else []
-        endings = {name: Path(name.removesuffix(".gz")).suffix for name in sorted(names)}
-        if any(ending in _FORMATS for ending in endings.values()):
+        names = sorted(os.listdir(self.repository)) if os.path.isdir(self.repository) else []
+        if any(_ending(name) in _ENDINGS for name in names):
             return []
         return [
-            str(Path(self.repository, name))
-            for name, ending in endings.items()
-            if ending.lower() in _FORMATS
+            str(Path(self.repository, name)) for name in names if _ending(name.lower()) in _ENDINGS
         ]
 
     def is_retrieval_set(self) -> bool:
@@ -189,29 +174,11 @@ class HubName:
         return hub_errors(f"{self.text}: cannot be loaded from the Hub", *FAILURES)
 
 
-def files_by_split(builder: DatasetBuilder) -> dict[str, list[str]]:
-    """Return the files of each split.
-
-    A file is a local path, or an address on the Hub that names a commit.
-    """
-    return {str(split): list(paths) for split, paths in (builder.config.data_files or {}).items()}
+def _ending(name: str) -> str:
+    return Path(name.removesuffix(".gz")).suffix
 
 
-def split_files(
-    name: HubName, builder: DatasetBuilder, split: str, only: bool = False
-) -> list[str]:
-    """Return the files of a split. Raise InputError if there is no such split.
-
-    only: if True and the data set has only one split, return the files of that split, whatever its
-    name.
-    """
-    found = files_by_split(builder)
-    if split not in found and not (only and len(found) == 1):
-        raise InputError(f"{name.text}: split {split!r} not found; available: {', '.join(found)}")
-    return found[split] if split in found else next(iter(found.values()))
-
-
-def _key(files: list[str]) -> list[Any]:
+def _key(files: Iterable[str]) -> list[Any]:
     """Return a cache key that changes if a file changes.
 
     It has the address of a Hub file, or path, size and time of a local file.
@@ -219,89 +186,82 @@ def _key(files: list[str]) -> list[Any]:
     return [file if _REMOTE.fullmatch(file) else file_key(Path(file)) for file in files]
 
 
-def fetch_hub(text: str, split: str) -> Path:
+def fetch_hub(name: HubName, split: str) -> Path:
     """Download a Hub data set, and return the path of a local copy in one of our formats.
 
     A data set with the configurations ``corpus`` and ``queries`` (as in NanoBEIR and MTEB) becomes
     a BEIR folder. The judgements come from the configuration ``default`` or ``qrels``. Any other
-    data set becomes a file of training examples. If ``text`` names a configuration or columns
-    (``?query=...``), the result is always a file of training examples. If ``text`` names no
-    columns, the columns of the data set must have the field names of one of our formats.
+    data set becomes a file of training examples. If the name has a configuration or columns
+    (``?query=...``), the result is always a file of training examples. If it has no columns, the
+    columns of the data set must have the field names of one of our formats.
 
-    text: ``hub:`` name of the data set. split: split of the examples or judgements, used if
-    ``text`` names no split.
+    split: split of the examples or judgements, used if the name has none.
     """
-    name = HubName.of(text)
     if name.is_retrieval_set():
         return _retrieval_folder(name, split)
     files = name.local_files()
     if not files:
-        files = split_files(name, name.builder(name.configuration), name.split or split)
+        split = name.split or split
+        found = name.files(name.configuration)
+        if split not in found:
+            raise InputError(
+                f"{name.text}: split {split!r} not found; available: {', '.join(found)}"
+            )
+        files = found[split]
 
     def write(folder: Path) -> None:
         labelled_0 = 0
-        with open(folder / "examples.jsonl", "w", encoding="utf-8", newline="\n") as file:
+        form = None
+        with open(folder / "examples.jsonl", "wb") as file:
             for number, (_, row) in enumerate(name.rows(files), 1):
-                if number == 1 and not name.columns:
-                    # raises an error if no format has these fields
-                    kind_of_record(row, RowLocation(Path(text), 1))
+                location = SourceLocation(Path(name.text), 0, number)
                 labelled_0 += str(row.get("label")) in ("0", "0.0", "False")
-                record = _mapped(name, row, number) if name.columns else known_fields(row)
-                try:
-                    line = json.dumps(record, ensure_ascii=False)
-                except TypeError as error:
-                    raise InputError(
-                        f"{text}, row {number}: {error}; only texts and numbers are allowed"
-                    ) from error
-                file.write(f"{line}\n")
+                if name.columns:
+                    record: object = _mapped(name, row, location)
+                else:
+                    form = form or FORMATS[kind_of_record(row, location) or "jsonl"]
+                    record = _typed(location, row, form)
+                file.write(record_line(record))
         write_json(folder / LABELS, labelled_0)
 
     key = [READER_VERSION, name.repository, name.configuration, name.columns, _key(files)]
     folder = cached_folder("hub", key, write)
     if labelled_0 := read_json(folder / LABELS, int):
         warnings.warn(
-            f"{text}: {labelled_0} rows have label 0, but the column label is not read, and every "
-            "row is a positive pair. If 0 means not relevant, remove these rows.",
+            f"{name.text}: {labelled_0} rows have label 0, but the column label is not read, and "
+            "every row is a positive pair. If 0 means not relevant, remove these rows.",
             stacklevel=2,
         )
     return folder / "examples.jsonl"
 
 
-def _mapped(name: HubName, row: Record, number: int) -> Record:
-    """Return a row as a record with our field names. number: number of the row, for error messages.
+def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row:
+    """Return a row as a record with our field names.
 
     A column has a text or a list of texts; empty texts are removed.
     """
-    where = f"{name.text}, row {number}"
-    record: Record = {"neg": []}
+    record: Row = {"neg": []}
     for key, columns in name.columns.items():
         texts: list[str] = []
         for column in columns:
             if column not in row:
-                raise InputError(
-                    f"{where}: column {column!r} not found; available: "
-                    f"{', '.join(map(quoted_column, row))}"
-                )
+                available = ", ".join(map(quoted_column, row))
+                raise location.error(f"column {column!r} not found; available: {available}")
             value = row[column]
             for text in value if isinstance(value, list) else [value]:
-                if text is None or text == "":
-                    continue
-                if type(text) is int:  # not bool
-                    text = str(text)
-                if not isinstance(text, str):
-                    raise InputError(
-                        f"{where}: column {column!r} has a {type(text).__name__}; expected a text "
-                        "or a list of texts"
+                if type(text) not in (str, int, type(None)):  # bool is no int here
+                    raise location.error(
+                        f"column {column!r} has a {type(text).__name__}; expected a text or a list "
+                        "of texts"
                     )
-                texts.append(text)
-        if key in ("query", "query_id"):
-            if len(texts) > 1:
-                raise InputError(
-                    f"{where}: found {len(texts)} values for {key}; expected exactly one"
-                )
-            record[key] = "".join(texts)  # the reader rejects an empty text
-        else:
+                if text not in (None, ""):
+                    texts.append(str(text))
+        if key in ("pos", "neg"):
             record[key] = texts
+        elif len(texts) > 1:
+            raise location.error(f"found {len(texts)} values for {key}; expected exactly one")
+        else:
+            record[key] = "".join(texts)  # the reader rejects an empty query
     return record
 
 
@@ -318,109 +278,137 @@ def retrieval_parts(found: Collection[str], prefix: str = "") -> tuple[str, str,
     return f"{prefix}corpus", queries, judgements
 
 
+Parts = dict[str, dict[str, list[str]]]
+"""Files of a retrieval set: corpus, queries or grades -> split -> files."""
+
+
+def retrieval_files(name: HubName, prefix: str = "") -> Parts:
+    """Return the files of a retrieval set. prefix: see ``retrieval_parts``."""
+    found = name.configurations()
+    parts = {}
+    for part, configuration in zip(
+        ("corpus", "queries", "grades"), retrieval_parts(found, prefix), strict=True
+    ):
+        if configuration not in found:
+            raise InputError(
+                f"{name.text}: configuration {configuration!r} not found; available: "
+                f"{', '.join(found)}"
+            )
+        parts[part] = name.files(configuration)
+    return parts
+
+
 def _retrieval_folder(name: HubName, split: str) -> Path:
-    configurations = name.configurations()
-    wanted = retrieval_parts(configurations)
-    if wanted[-1] not in configurations:
-        raise InputError(
-            f"{name.text}: has a corpus and queries, but no judgements; expected a configuration "
-            "named default or qrels"
-        )
-    corpus = split_files(name, name.builder(wanted[0]), name.split or "corpus", True)
-    queries = split_files(name, name.builder(wanted[1]), name.split or "queries", True)
-    grades = split_files(name, name.builder(wanted[2]), name.split or split, True)
-
-    def write(folder: Path) -> None:
-        beir_from_rows(
-            folder, name.text, name.rows(corpus), name.rows(queries), {split: name.rows(grades)}
-        )
-
+    parts = retrieval_files(name)
+    splits = {split: name.split or split}
+    if not name.split and len(parts["corpus"]) == 1:
+        splits = judged_splits(name, parts)
+    files = chain.from_iterable(chain.from_iterable(part.values()) for part in parts.values())
     return cached_folder(
         "hub",
-        [READER_VERSION, name.repository, split, _key(corpus), _key(queries), _key(grades)],
-        write,
+        [READER_VERSION, name.repository, splits, _key(files)],
+        partial(write_retrieval_set, name, parts, splits),
     )
 
 
-def file_rows(file: str) -> Rows:
-    """Read the rows of a local file."""
-    ending = Path(file.lower().removesuffix(".gz")).suffix
-    if ending not in _FORMATS:
-        raise InputError(f"{file}: unknown file ending; expected one of {', '.join(_FORMATS)}")
-    if _FORMATS[ending] == "json":
-        return json_records(Path(file), "a row (an object)", lambda record, *_: record)
-    return numbered(Path(file), _table_rows(file, ending))
-
-
-def _table_rows(file: str, ending: str) -> Iterator[Record]:
-    load = partial(load_dataset, _FORMATS[ending], data_files=[file], split="train", streaming=True)
-    if _FORMATS[ending] == "parquet":
-        load = partial(load, batch_size=256)  # rows in memory; the default is a whole row group
-    else:  # with these options, pandas reads 007 and NA as texts
-        load = partial(load, sep="\t" if ending == ".tsv" else ",", na_filter=False)
-        first: Record = next(iter(load()), {})
-        if (
-            "__index_level_0__" in first
-        ):  # for pandas, the first of three cells under two names is an index
-            raise ValueError(
-                "row 1 has more cells than the header; a cell that contains the separator needs "
-                "quotes"
-            )
-        load = partial(load, features=Features(dict.fromkeys(first, Value("string"))))
-    yield from load()
-
-
-def numbered(path: Path, rows: Iterable[Record]) -> Iterator[tuple[SourceLocation, Record]]:
-    """Yield each row with its location; row numbers start at 1.
-
-    Raise InputError if a row cannot be read.
-    """
-    number = 0
-    try:
-        for number, row in enumerate(rows, 1):
-            yield RowLocation(path, number), row
-    except _UNREADABLE as error:
-        if isinstance(error, UnicodeDecodeError):
-            for _ in numbered_lines(path):  # raises an error with the line and the encoding
-                pass
+def judged_splits(name: HubName, parts: Parts) -> dict[str, str]:
+    """Return the splits that have judgements and queries, as ``write_retrieval_set`` needs them."""
+    grades, queries = parts["grades"], parts["queries"]
+    splits = {split: split for split in grades if len(queries) == 1 or split in queries}
+    if not splits:
         raise InputError(
-            f"{path}: cannot be read after row {number} ({in_one_line(error)}); the file is "
-            "probably damaged"
-        ) from error
+            f"{name.text}: no split has both queries and judgements. Splits with only queries: "
+            f"{', '.join(queries)}. Splits with only judgements: {', '.join(grades)}."
+        )
+    return splits
 
 
-def beir_from_rows(
-    folder: Path, name: str, corpus: Rows, queries: Rows, grades: Mapping[str, Rows]
+def write_retrieval_set(
+    name: HubName, parts: Parts, splits: Mapping[str, str], folder: Path
 ) -> None:
     """Write rows with the column names of MTEB to a BEIR folder.
 
-    name: name of the data set, for error messages. grades: split -> rows of the judgements.
+    splits: name of each split in the folder -> its name in ``parts``. If the corpus or the queries
+    have only one split, all judgements belong to it, as in MTEB.
     """
-    judged = {split: starmap(_judgement, rows) for split, rows in grades.items()}
+
+    def files_of(part: str, split: str) -> list[str]:
+        files = parts[part]
+        if split not in files and (len(files) > 1 or part == "grades"):
+            raise InputError(
+                f"{name.text}: split {split!r} not found; available: {', '.join(files)}"
+            )
+        return files.get(split) or next(iter(files.values()))
+
+    sources = splits.values()
+    corpus = name.rows(files_of("corpus", next(iter(sources))))
+    query_files = dict.fromkeys(chain(*(files_of("queries", split) for split in sources)))
+    # of several queries with the same id, the last is used, as in a BEIR folder
+    queries = {row["_id"]: row for row in starmap(_query, name.rows(query_files))}
+    judged = {
+        split: starmap(_judgement, name.rows(files_of("grades", source)))
+        for split, source in splits.items()
+    }
+    write_beir_folder(folder, starmap(_passage, corpus), queries.values(), judged)
+
+
+def file_rows(path: Path) -> Rows:
+    """Yield the location and the columns of each row of a local file.
+
+    All cells of a CSV or TSV file are texts.
+    """
+    ending = _ending(path.name.lower())
+    if ending in (".jsonl", ".json"):
+        yield from json_records(path, Row, "a row (an object)")
+    elif ending in (".csv", ".tsv"):
+        rows = rows_of_cells(path, "," if ending == ".csv" else "\t")
+        _, header = next(rows, (None, []))
+        if not header:
+            raise InputError(f"{path}: is empty; the first line must have the names of the columns")
+        for location, cells in rows:
+            if len(cells) != len(header):
+                raise location.error(
+                    f"found {len(cells)} cells, but the header has {len(header)}; a cell that "
+                    "contains the separator needs quotes"
+                )
+            yield location, dict(zip(header, cells, strict=True))
+    elif ending == ".parquet":
+        with library_errors(f"{path}: cannot be read", *FAILURES):
+            # rows in memory: the default of batch_size is a whole row group
+            rows = load_dataset(
+                "parquet", data_files=[str(path)], split="train", streaming=True, batch_size=256
+            )
+            for number, row in enumerate(rows, 1):
+                yield SourceLocation(path, 0, number), row
+    else:
+        raise InputError(f"{path}: unknown file ending; expected one of {', '.join(_ENDINGS)}")
+
+
+def _typed(location: SourceLocation, row: Row, type_: type[Typed]) -> Typed:
     try:
-        write_beir_folder(folder, starmap(_passage, corpus), starmap(_query, queries), judged)
-    except InputError as error:
-        raise InputError(f"{name}: {error}") from error
+        return msgspec.convert(row, type_)
+    except msgspec.ValidationError as error:
+        raise location.error(str(error)) from error
 
 
-def _passage(location: SourceLocation, row: Record) -> dict[str, str]:
-    return {**_query(location, row), "title": title_field(row, location)}
+class JudgementRow(msgspec.Struct):
+    query: Key = msgspec.field(name="query-id")
+    passage: Key = msgspec.field(name="corpus-id")
+    score: Any = 1
 
 
-def _query(location: SourceLocation, row: Record) -> dict[str, str]:
-    """Return the id and text of a row.
-
-    In some data sets the column of the id is named ``id`` and contains numbers.
-    """
-    key = "id" if "id" in row and "_id" not in row else "_id"
-    return {"_id": id_field(row, key, location), "text": string_field(row, "text", location)}
+def _judgement(location: SourceLocation, row: Row) -> tuple[str, str, int]:
+    judgement = _typed(location, row, JudgementRow)
+    grade = grade_of(re.sub(r"\.0+$", "", str(judgement.score)), location)
+    return str(judgement.query), str(judgement.passage), grade
 
 
-def _judgement(location: SourceLocation, row: Record) -> tuple[str, str, int]:
-    score = row.get("score", 1)
-    text = re.sub(r"\.0+$", "", score if isinstance(score, str) else json.dumps(score, default=str))
-    return (
-        id_field(row, "query-id", location),
-        id_field(row, "corpus-id", location),
-        grade_of(text, location),
-    )
+def _passage(location: SourceLocation, row: Row) -> dict[str, str]:
+    """Return a row as a record of a BEIR file. The column of the id is ``_id`` or ``id``."""
+    passage = _typed(location, {"_id": row.get("id"), **row}, TextRecord).passage()
+    return {"_id": passage.id, "title": passage.title, "text": passage.text}
+
+
+def _query(location: SourceLocation, row: Row) -> dict[str, str]:
+    record = _passage(location, row)
+    return {"_id": record["_id"], "text": record["text"]}

@@ -8,10 +8,9 @@ This module therefore reads the MIRACL files itself.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,42 +20,23 @@ from contaccum.catalog import table
 from contaccum.catalog.hub_sets import (
     FAILURES,
     HubName,
-    Rows,
-    beir_from_rows,
-    files_by_split,
-    retrieval_parts,
+    judged_splits,
+    retrieval_files,
+    write_retrieval_set,
 )
 from contaccum.errors import InputError, library_errors
-from contaccum.formats.json_records import Record, id_field, json_records, string_field, title_field
+from contaccum.formats.json_records import json_records
 from contaccum.formats.readers import read_qrels
-from contaccum.formats.records import (
-    READER_VERSION,
-    SourceLocation,
-    numbered_lines,
-    write_beir_folder,
-)
+from contaccum.formats.records import READER_VERSION, numbered_lines, write_beir_folder
+from contaccum.formats.training import PassageRecord
 from contaccum.runtime.cache import cached_folder
 from contaccum.runtime.files import read_json, read_text, write_json
 from contaccum.runtime.hub import hub_errors
 
 SPLITS = "splits.json"
 KNOWN = (
-    "ar",
-    "bn",
-    "en",
-    "es",
-    "fa",
-    "fi",
-    "fr",
-    "hi",
-    "id",
-    "ja",
-    "ko",
-    "ru",
-    "sw",
-    "te",
-    "th",
-    "zh",
+    *("ar", "bn", "en", "es", "fa", "fi", "fr", "hi"),
+    *("id", "ja", "ko", "ru", "sw", "te", "th", "zh"),
 )
 """MIRACL languages with a train split and a dev split."""
 SURPRISE = ("de", "yo")
@@ -71,12 +51,12 @@ class Repository(NamedTuple):
     name: str  # owner/name
     commit: str
 
-    def snapshot(self, *patterns: str, local: bool = False) -> Path:
+    def snapshot(self, *patterns: str) -> Path:
         """Download the files of the repository that match a pattern, and return their folder.
 
-        patterns: file names, in which ``*`` stands for any text. Without patterns, all files are
-        downloaded. local: use only the files in the cache of the Hub. Raises InputError if the
-        download fails, or if the cache lacks the repository.
+        patterns: file names, in which ``*`` stands for any text. Without a network, the folder has
+        the files that the cache of the Hub has. Raises InputError if the download fails, or if the
+        cache lacks the repository.
         """
         with hub_errors(
             f"{self.name}: cannot be downloaded from the Hub", *FAILURES, fix=f". {self.hint}"
@@ -85,9 +65,9 @@ class Repository(NamedTuple):
                 self.name,
                 repo_type="dataset",
                 revision=self.commit,
-                allow_patterns=list(patterns) or None,
+                allow_patterns=list(patterns),
                 # offline, some versions of huggingface_hub still ask for the list of files
-                local_files_only=local or constants.is_offline_mode(),
+                local_files_only=constants.is_offline_mode(),
             )
             return Path(folder)
 
@@ -122,31 +102,32 @@ def tasks() -> dict[str, Task]:
     return found
 
 
-def mteb_folder(member: str, split: str) -> Path:
+def mteb_folder(task: Task, subset: str, split: str) -> Path:
     """Return the BEIR folder of an MTEB task; download the data set if necessary.
 
-    member: a task such as NFCorpus, or a task and a subset such as MIRACLRetrieval/sw. The case of
-    the task name does not matter. split: needed if each split has a separate corpus; the folder
-    then has only this split. Otherwise, the folder has the judgements of all splits.
+    split: needed if each split has a separate corpus; the folder then has only this split.
+    Otherwise, the folder has the judgements of all splits.
 
-    Raises InputError if the task, the subset or a needed split is unknown, or if a file cannot be
-    downloaded or read.
+    Raises InputError if a needed split is unknown, or if a file cannot be downloaded or read.
     """
-    task, subset = task_and_subset(member)
     key = [READER_VERSION, *task.repository, subset]
-    folder = cached_folder("mteb", key, partial(_write, task, subset))
+    folder = cached_folder("mteb", key, partial(_write, task, subset, None))
     if not (folder / SPLITS).is_file():
         return folder
     splits = read_json(folder / SPLITS, list[str])
     if split not in splits:
         raise InputError(
-            f"mteb/{member}: split {split!r} not found; available: {', '.join(splits)}"
+            f"mteb/{task.name}: split {split!r} not found; available: {', '.join(splits)}"
         )
-    return cached_folder("mteb", [*key, split], partial(_write_split, task, subset, split))
+    return cached_folder("mteb", [*key, split], partial(_write, task, subset, split))
 
 
 def task_and_subset(member: str) -> tuple[Task, str]:
-    """Return an MTEB task and the name of its subset. Raise InputError if there is no such task."""
+    """Return an MTEB task and the name of its subset. Raise InputError if there is no such task.
+
+    member: a task such as NFCorpus, or a task and a subset such as MIRACLRetrieval/sw. The case of
+    the task name does not matter.
+    """
     name, _, subset = member.partition("/")
     task = tasks().get(name.casefold())
     if task is None:
@@ -159,57 +140,6 @@ def task_and_subset(member: str) -> tuple[Task, str]:
             expected += f"/ and one of {', '.join(task.subsets)}"
         raise InputError(f"mteb/{member}: not a data set; expected {expected}")
     return task, subset
-
-
-class _TaskFiles:
-    """Files of a task or subset.
-
-    ``corpus``, ``queries`` and ``grades`` (judgements) each map a split to its files.
-    """
-
-    def __init__(self, task: Task, subset: str) -> None:
-        self.text = f"mteb/{task.name}"
-        _check_size(task.repository.snapshot("README.md") / "README.md")
-        try:
-            self._find(HubName(self.text, task.repository.name, task.repository.commit), subset)
-        except InputError as error:
-            # without a network, use the complete copy in the cache of the Hub, if there is one
-            try:
-                copy = task.repository.snapshot(local=True)
-            except InputError:
-                raise InputError(f"{error}. {task.repository.hint}") from error
-            self._find(HubName(self.text, str(copy)), subset)
-
-    def _find(self, name: HubName, subset: str) -> None:
-        """Set the files of the three parts. name: the repository on the Hub, or its copy."""
-        configurations = name.configurations()
-        prefix = f"{subset}-" if subset not in ("", "default") else ""
-        corpus, queries, grades = retrieval_parts(configurations, prefix)
-        for part in (corpus, queries, grades):
-            if part not in configurations:
-                raise InputError(
-                    f"{self.text}: configuration {part!r} not found; available: "
-                    f"{', '.join(configurations)}"
-                )
-        self._name = name
-        self.corpus = files_by_split(name.builder(corpus))
-        self.queries = files_by_split(name.builder(queries))
-        self.grades = files_by_split(name.builder(grades))
-
-    def rows(self, part: Mapping[str, list[str]], split: str) -> Rows:
-        """Read the rows of ``split``.
-
-        If ``part`` (split -> files) has only one split, read that split, as MTEB does.
-        """
-        if split in part:
-            return self._name.rows(part[split])
-        if len(part) > 1:
-            raise InputError(
-                f"{self.text}: split {split!r} has judgements, but the corpus or the queries have "
-                f"only the splits {', '.join(part)}"
-            )
-        (files,) = part.values()
-        return self._name.rows(files)
 
 
 def _check_size(readme: Path) -> None:
@@ -237,45 +167,27 @@ def _check_size(readme: Path) -> None:
         )
 
 
-def _write(task: Task, subset: str, folder: Path) -> None:
-    """Write a BEIR folder with all splits.
+def _write(task: Task, subset: str, split: str | None, folder: Path) -> None:
+    """Write a BEIR folder with one split, or with all splits (None).
 
-    If each split has a separate corpus, write only a list of the split names.
+    If each split has a separate corpus, write only a list of the split names instead of all splits.
     """
-    parts = _TaskFiles(task, subset)
-    if len(parts.corpus) > 1:
-        write_json(folder / SPLITS, list(parts.grades))
-        return
-    if len(parts.queries) == 1:
-        splits = list(parts.grades)
-        queries = parts.rows(parts.queries, "")
+    repository = task.repository
+    card = repository.snapshot("README.md") / "README.md"
+    _check_size(card)
+    name = HubName(f"mteb/{task.name}", repository.name, repository.commit)
+    if constants.is_offline_mode():  # use the copy in the cache of the Hub
+        name = HubName(name.text, str(card.parent))
+    try:
+        parts = retrieval_files(name, f"{subset}-" if subset not in ("", "default") else "")
+    except InputError as error:
+        raise InputError(f"{error}. {repository.hint}") from error
+    if split is not None:
+        write_retrieval_set(name, parts, {split: split}, folder)
+    elif len(parts["corpus"]) > 1:
+        write_json(folder / SPLITS, list(parts["grades"]))
     else:
-        splits = [split for split in parts.grades if split in parts.queries]
-        if not splits:
-            raise InputError(
-                f"{parts.text}: no split has both queries and judgements. Splits with only "
-                f"queries: {', '.join(parts.queries)}. Splits with only judgements: "
-                f"{', '.join(parts.grades)}."
-            )
-        queries = _distinct(parts.rows(parts.queries, split) for split in splits)
-    grades = {split: parts.rows(parts.grades, split) for split in splits}
-    beir_from_rows(folder, parts.text, parts.rows(parts.corpus, ""), queries, grades)
-
-
-def _write_split(task: Task, subset: str, split: str, folder: Path) -> None:
-    parts = _TaskFiles(task, subset)
-    corpus = parts.rows(parts.corpus, split)
-    queries = parts.rows(parts.queries, split)
-    beir_from_rows(folder, parts.text, corpus, queries, {split: parts.rows(parts.grades, split)})
-
-
-def _distinct(parts: Iterator[Rows]) -> Rows:
-    seen = set()
-    for location, row in chain.from_iterable(parts):
-        key = str(row.get("_id", row.get("id")))
-        if key not in seen:
-            seen.add(key)
-            yield location, row
+        write_retrieval_set(name, parts, judged_splits(name, parts), folder)
 
 
 def check_language(language: str) -> None:
@@ -295,7 +207,6 @@ def miracl_folder(language: str) -> Path:
     split train if the language has one. The test splits are left out, because MIRACL publishes no
     judgements for them. Raises InputError if the language is unknown or the download fails.
     """
-    check_language(language)
     return cached_folder(
         "miracl",
         [READER_VERSION, JUDGED.commit, CORPUS.commit, language],
@@ -316,52 +227,30 @@ def _write_miracl(language: str, folder: Path) -> None:
                 f"{JUDGED.name}: file {file} not found in commit {JUDGED.commit}. {JUDGED.hint}"
             )
     pattern = f"miracl-corpus-v1.0-{language}/docs-[0-9]*.jsonl.gz"
-    files = _sorted_parts(list(CORPUS.snapshot(pattern).glob(pattern)), language)
-    queries = _queries([judged / file for file in topics.values()])
-    grades = {split: _grades(judged / file) for split, file in qrels.items()}
-    write_beir_folder(folder, _passages(files), queries, grades)
-
-
-def _sorted_parts(parts: list[Path], language: str) -> list[Path]:
-    """Sort the files of a corpus by the number in the file name.
-
-    Raise InputError if a number is missing.
-    """
-    numbered = {int(re.findall(r"\d+", part.name)[0]): part for part in parts}
-    for number in range(max(numbered, default=0) + 1):
-        if number not in numbered:
-            raise InputError(
-                f"{CORPUS.name}: docs-{number}.jsonl.gz of {language} not found. {CORPUS.hint}"
-            )
-    return [numbered[number] for number in sorted(numbered)]
+    numbered = {
+        int(re.findall(r"\d+", part.name)[0]): part
+        for part in CORPUS.snapshot(pattern).glob(pattern)
+    }
+    parts = [numbered[number] for number in sorted(numbered)]
+    if not parts or len(parts) != max(numbered) + 1:
+        raise InputError(
+            f"{CORPUS.name}: some of the files {pattern} are missing; found {len(parts)}. "
+            f"{CORPUS.hint}"
+        )
+    queries = (
+        {"_id": key, "text": text.strip()}
+        for file in topics.values()
+        for _, line in numbered_lines(judged / file)
+        for key, _, text in [line.partition("\t")]
+    )
+    grades = {
+        split: (row[:3] for row in read_qrels(judged / file)) for split, file in qrels.items()
+    }
+    write_beir_folder(folder, _passages(parts), queries, grades)
 
 
 def _passages(files: list[Path]) -> Iterator[dict[str, str]]:
-    def passage(record: Record, location: SourceLocation, number: int) -> dict[str, str]:
-        return {
-            "_id": id_field(record, "docid", location),
-            "title": title_field(record, location),
-            "text": string_field(record, "text", location),
-        }
-
     for file in files:
-        for _, found in json_records(
-            file, "a passage (an object with docid, title and text)", passage
-        ):
-            yield found
-
-
-def _grades(file: Path) -> Iterator[tuple[str, str, int]]:
-    for judgement in read_qrels(file):
-        yield judgement.query_id, judgement.passage_id, judgement.grade
-
-
-def _queries(files: list[Path]) -> Iterator[dict[str, Any]]:
-    for file in files:
-        for location, line in numbered_lines(file):
-            key, tab, text = line.partition("\t")
-            if not (key and tab and text.strip()):
-                raise location.error(
-                    f"found {line[:40]!r}; expected a query id, a tab and the query"
-                )
-            yield {"_id": key, "text": text.strip()}
+        for _, record in json_records(file, PassageRecord, "a passage (docid, title and text)"):
+            passage = record.passage()
+            yield {"_id": passage.id, "title": passage.title, "text": passage.text}

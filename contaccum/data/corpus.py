@@ -17,17 +17,18 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]
 from datasets import Dataset
 
 from contaccum.config import DataPolicy
-from contaccum.data.identity import text_hash
+from contaccum.data.identity import first_with_same_text, text_hash
 from contaccum.data.tables import (
     PASSAGE_COLUMNS,
     TableWriter,
     cached_tables,
     column_batches,
+    rewrite,
     text_hashes,
 )
 from contaccum.errors import InputError
 from contaccum.formats.readers import beir_file, numbered_corpus, numbered_queries
-from contaccum.formats.records import OnError, Passage, SourceLocation, ignore, is_blank, stop
+from contaccum.formats.records import OnError, SourceLocation, is_blank, stop
 from contaccum.runtime.cache import file_key
 from contaccum.runtime.progress import Progress
 
@@ -38,12 +39,6 @@ class Corpus(NamedTuple):
     table: Dataset  # n rows, columns id, title, text
     hashes: np.ndarray  # (n,) int64, hash of each passage's text
     fingerprint: str
-    source: Path
-
-
-class Queries(NamedTuple):
-    texts: dict[str, str]  # query id -> text
-    source: Path
 
 
 def open_corpus(path: Path, policy: DataPolicy) -> Corpus:
@@ -68,7 +63,7 @@ def open_corpus(path: Path, policy: DataPolicy) -> Corpus:
         warnings.warn(f"{source}: {about['empty']} passages have no text", stacklevel=4)
     passages = folder / "passages.arrow"
     table = Dataset.from_file(str(passages))
-    return Corpus(table, text_hashes(passages), about["fingerprint"], source)
+    return Corpus(table, text_hashes(passages), about["fingerprint"])
 
 
 def corpus_file(path: Path) -> Path:
@@ -85,95 +80,51 @@ def build_corpus(
 ) -> dict[str, Any]:
     """Write the table of passages into ``folder``. Return what about.json is to contain.
 
-    A set of all ids would need too much memory, so the first pass over the file keeps only a hash
-    of each id. If two hashes are equal, a second pass reads the ids to find the duplicates. With
-    ``repair``, a third pass writes the table again without them.
-    """
-    hashes, about = _write_corpus(source, repair, folder, set(), on_error)
-    passages = _valid_passages(source, repair, ignore)
-    ids = ((location.line, passage.id) for location, passage in passages)
-    repeated = repeated_ids(hashes, ids)
-    if repeated and repair:
-        dropped = {line for lines in repeated.values() for line in lines[:-1]}
-        _, about = _write_corpus(source, repair, folder, dropped, on_error)
-    else:
-        for key, lines in repeated.items():
-            message = duplicate_id("passage", key, f"line {lines[0]}")
-            for line in lines[1:]:
-                on_error(SourceLocation(source, line).error(message))
-    return about
-
-
-def _write_corpus(
-    source: Path, repair: bool, folder: Path, dropped: set[int], on_error: OnError
-) -> tuple[array, dict[str, Any]]:
-    """Write the table of passages without the lines in ``dropped``.
-
-    Returns the hash of every passage id, and the content of about.json.
+    A set of all ids would need too much memory, so ids are compared by 64-bit hashes.
     """
     writer = TableWriter(folder / "passages.arrow", PASSAGE_COLUMNS)
-    hashes = array("q")
-    empty = 0
-    passages = _valid_passages(source, repair, on_error)
+    hashes = array("q")  # of ids
+    lines = array("q")
+    empty = []  # row numbers
+    passages = numbered_corpus(source, on_error)
     for location, passage in Progress.over(passages, f"reading {source.name}", "passages"):
-        if location.line in dropped:
-            continue
-        empty += is_blank(passage.text)
+        if is_blank(passage.text):
+            empty.append(writer.rows)
+            if not repair:
+                on_error(
+                    location.error(
+                        f"passage {passage.id!r} has an empty text; every passage needs a text. "
+                        f"{REPAIR} to accept empty texts."
+                    )
+                )
         hashes.append(hash(passage.id))
+        lines.append(location.line)
         writer.add(passage, text_hash(passage.content))
     fingerprint = writer.close()
     if not writer.rows:
         raise InputError(f"{source}: has no passage that can be used; a corpus needs at least one")
-    return hashes, {"fingerprint": fingerprint, "repeated": len(dropped), "empty": empty}
+    ids = np.array(hashes)
+    last = np.sort(len(ids) - 1 - np.unique(ids[::-1], return_index=True)[1])
+    repeated = len(ids) - len(last)
+    if repeated and repair:
+        fingerprint = rewrite(writer, last)
+    elif repeated:
+        first = first_with_same_text(ids).tolist()
+        table = Dataset.from_file(str(writer.path))
+        for row, earlier in enumerate(first):
+            if row != earlier:
+                message = duplicate_id("passage", table[row]["id"], lines[earlier])
+                on_error(SourceLocation(source, lines[row]).error(message))
+    empty_count = int(np.isin(empty, last).sum())
+    return {"fingerprint": fingerprint, "repeated": repeated, "empty": empty_count}
 
 
-def _valid_passages(
-    source: Path, repair: bool, on_error: OnError
-) -> Iterator[tuple[SourceLocation, Passage]]:
-    """Yield the location and the passage of each record. Without ``repair``, a text is required."""
-    for location, passage in numbered_corpus(source, on_error):
-        if not repair and is_blank(passage.text):
-            on_error(
-                location.error(
-                    f"passage {passage.id!r} has an empty text; every passage needs a text. "
-                    f"{REPAIR} to accept empty texts."
-                )
-            )
-        else:
-            yield location, passage
-
-
-def duplicate_id(what: str, key: str, first: str, repairable: bool = True) -> str:
-    """Return the error message for a duplicate id. first: location of the first record with it."""
-    fix = f" {REPAIR} to keep the last one." if repairable else ""
-    return f"duplicate {what} id {key!r} (first at {first}); ids must be unique.{fix}"
-
-
-def repeated_ids(hashes: array, ids: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
-    """Return every duplicate id with the line numbers of all its records.
-
-    ``hashes`` has a 64-bit hash of every id. ``ids`` yields the line number and the id of every
-    record, in the same order. Only if two hashes are equal, ``ids`` is read to check whether the
-    ids are equal.
-    """
-    ordered = np.sort(np.frombuffer(hashes, dtype=np.int64))
-    suspects = set(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
-    lines: dict[str, list[int]] = {}
-    if suspects:
-        for (line, key), hashed in zip(ids, hashes, strict=True):
-            if hashed in suspects:
-                lines.setdefault(key, []).append(line)
-    return {key: numbers for key, numbers in lines.items() if len(numbers) > 1}
-
-
-def open_queries(path: Path, policy: DataPolicy, ids: Collection[str] | None = None) -> Queries:
-    """Read queries from a BEIR folder, a queries.jsonl or a queries.tsv.
-
-    If ``ids`` is given, only these queries are returned. A duplicate query id is invalid. With
-    ``repair``, the last query with the id is used, and a warning gives the number of skipped
-    queries.
-    """
-    return read_query_texts(queries_file(path), policy.repair, ids)
+def duplicate_id(what: str, key: str, line: int) -> str:
+    """Return the error message for a duplicate id. line: that of the first record with the id."""
+    return (
+        f"duplicate {what} id {key!r} (first at line {line}); ids must be unique. {REPAIR} to keep "
+        "the last one."
+    )
 
 
 def queries_file(path: Path) -> Path:
@@ -183,19 +134,22 @@ def queries_file(path: Path) -> Path:
 
 def read_query_texts(
     source: Path, repair: bool, ids: Collection[str] | None = None, on_error: OnError = stop
-) -> Queries:
-    """Read a file of queries (see ``open_queries``)."""
+) -> dict[str, str]:
+    """Read a queries.jsonl or a queries.tsv: query id -> text.
+
+    If ``ids`` is given, only these queries are returned. A duplicate query id is invalid. With
+    ``repair``, the last query with the id is used, and a warning gives the number of skipped
+    queries.
+    """
     texts: dict[str, str] = {}
     lines: dict[str, int] = {}  # query id -> line number
     repeated = 0
     for location, query in numbered_queries(source, on_error):
         if query.id in lines:
-            if not repair:
-                message = duplicate_id("query", query.id, f"line {lines[query.id]}")
-                on_error(location.error(message))
-                continue
             repeated += 1
-        lines[query.id] = location.line
+            if not repair:
+                on_error(location.error(duplicate_id("query", query.id, lines[query.id])))
+        lines.setdefault(query.id, location.line)
         if ids is None or query.id in ids:
             texts[query.id] = query.text
     if not lines:
@@ -205,7 +159,7 @@ def read_query_texts(
             f"{source}: {repeated} queries are skipped, because a later query has the same id",
             stacklevel=2,
         )
-    return Queries(texts, source)
+    return texts
 
 
 def beir_records(table: Dataset) -> Iterator[dict[str, str]]:

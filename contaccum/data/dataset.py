@@ -13,9 +13,9 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from contaccum.catalog import HUB_PREFIX, check_name, fetch, is_published
-from contaccum.config import DataConfig, DataPolicy
-from contaccum.data.corpus import open_corpus, open_queries
+from contaccum.catalog import HUB_PREFIX, fetch, find
+from contaccum.config import DataConfig, DataPolicy, MixtureConfig
+from contaccum.data.corpus import open_corpus, queries_file, read_query_texts
 from contaccum.data.examples import ExampleTable, load_examples
 from contaccum.data.retrieval_set import (
     JudgedSplit,
@@ -26,7 +26,6 @@ from contaccum.data.retrieval_set import (
     keep_answerable,
     qrels_file,
     read_grades,
-    splits_of,
     warn_of_own_ids,
 )
 from contaccum.data.train_set import (
@@ -41,6 +40,7 @@ from contaccum.errors import InputError
 from contaccum.formats.dpr import read_questions
 from contaccum.formats.readers import Kind, kind_of_data
 from contaccum.formats.records import Question
+from contaccum.formats.training import FORMATS
 
 DEFAULT_POLICY = DataPolicy()
 
@@ -86,22 +86,24 @@ class RetrievalDataset:
 
         Download nothing, and read only the first records of a file.
         """
-        check_name(self.name)
-        if not is_published(self.name) and self.kind == "beir":
+        find(self.name)
+        if os.path.exists(self.name) and self.kind == "beir":
             qrels_file(self.path, self.split)
 
     @cached_property
     def corpus(self) -> Dataset:
         """Table of passages with columns id, title and text.
 
-        It is read from a BEIR folder, a corpus.jsonl or a passage TSV.
+        It is read from a BEIR folder, a corpus.jsonl, a passage TSV, or training examples.
         """
+        if self.kind in FORMATS:
+            return self.examples().passages
         return open_corpus(self.path, self.policy).table
 
     @cached_property
     def queries(self) -> dict[str, str]:
         """Query id -> text, from a BEIR folder or a file of queries."""
-        return open_queries(self.path, self.policy).texts
+        return read_query_texts(queries_file(self.path), self.policy.repair)
 
     @cached_property
     def questions(self) -> list[Question]:
@@ -129,62 +131,47 @@ class RetrievalDataset:
         Positives of examples have grade 1. As in trec_eval, a positive that is not in the corpus
         counts as not found; a warning gives the number of such judgements.
         """
-        retrieval_set: RetrievalSet
-        if self.kind == "beir":
-            retrieval_set = self._judged
-            warn_of_own_ids(self.path, retrieval_set.qrels)
-            if not self._judged.rows:
-                raise InputError(
-                    f"{self._judged.source}: none of the {len(self._judged.unknown)} judged "
-                    f"passages, such as {next(iter(self._judged.unknown))!r}, is in the corpus; "
-                    "give the corpus that was judged"
-                )
-            if self._judged.unknown:
-                warnings.warn(
-                    f"{self._judged.unknown_judgements()}; these passages count as not found",
-                    stacklevel=3,
-                )
-        else:
+        if self.kind != "beir":
             with self._errors_by_name():
-                retrieval_set = examples_as_retrieval(self.path, self.policy)
-        return retrieval_set
-
-    @cached_property
-    def searchable_set(self) -> RetrievalSet:
-        """Retrieval set for search.
-
-        For a file of passages, or a folder without qrels, the set has only a corpus.
-        """
-        if self.kind in ("dpr", "jsonl", "tevatron") or (
-            self.path.is_dir() and splits_of(self.path)
-        ):
-            return self.retrieval_set
-        return RetrievalSet(self.corpus, {}, {})
+                return examples_as_retrieval(self.path, self.policy)
+        judged = self._judged
+        warn_of_own_ids(self.path, judged.qrels)
+        if not judged.rows:
+            raise InputError(
+                f"{judged.source}: none of the {len(judged.unknown)} judged passages, such as "
+                f"{next(iter(judged.unknown))!r}, is in the corpus; give the corpus that was judged"
+            )
+        if judged.unknown:
+            warnings.warn(
+                f"{judged.unknown_judgements()}; these passages count as not found", stacklevel=3
+            )
+        return judged
 
     @cached_property
     def _judged(self) -> JudgedSplit:
         judged = judged_split(self.path, self.split, self.policy)
-        kept = keep_answerable(qrels_file(self.path, self.split), judged.qrels, self.policy.strict)
+        kept = keep_answerable(judged.source, judged.qrels, self.policy.strict)
         return replace(judged, queries={query: judged.queries[query] for query in kept}, qrels=kept)
 
-    def examples(self, scores: bool = False) -> ExampleTable:
+    def examples(self, merge: bool = True) -> ExampleTable:
         """Return the data set as training examples.
 
-        scores: read teacher scores too (a BEIR folder has none).
+        merge: whether queries of a BEIR folder with the same text become one, as in a file.
         """
         if self.kind == "beir":
-            return self._judged.examples(self.policy.repair)
+            return self._judged.examples(self.policy.repair, merge)
         with self._errors_by_name():
-            return load_examples(self.path, self.policy, scores)
+            return load_examples(self.path, self.policy)
 
     def train_set(self, hard_negatives: int = 0, scores: bool = False) -> TrainSet:
         """Return the queries and passages for training.
 
         In a BEIR folder, a passage with a grade above 0 is a positive; any other judged passage is
         a hard negative. If a query has fewer than ``hard_negatives`` hard negatives, other
-        negatives (DPR's ``negative_ctxs``) fill the gap, in file order.
+        negatives (DPR's ``negative_ctxs``) fill the gap, in file order. scores: with the teacher
+        scores of the examples, if there are any.
         """
-        return from_examples(self.examples(scores), hard_negatives)
+        return from_examples(self.examples(), hard_negatives, scores)
 
     @contextmanager
     def _errors_by_name(self) -> Iterator[None]:
@@ -220,38 +207,27 @@ def load_training(data: DataConfig, scores: bool = False) -> TrainSet:
     Raises InputError if ``scores`` is true and no data set has teacher scores, or if a data set
     without in-batch negatives has no hard negatives.
     """
-    if not data.mixture:
-        train_set = open_dataset(data.train, data.split, data.policy).train_set(
-            data.hard_negatives, scores
-        )
-        if scores:
-            check_scores([data.train], [train_set])
-        return train_set
+    sets = data.mixture or [MixtureConfig(data.train, data.split)]
     members = []
-    for config in data.mixture:
+    for config in sets:
         train_set = open_dataset(config.train, config.split, data.policy).train_set(
             data.hard_negatives, scores
         )
         if not config.in_batch_negatives:
             check_hard_negatives(config.train, train_set)
-        weight = config.weight or len(train_set.queries)
         members.append(
             Member(
                 train_set,
-                weight,
+                config.weight or len(train_set.queries),
                 config.query_prefix,
                 config.passage_prefix,
                 config.in_batch_negatives,
             )
         )
     if scores:
-        check_scores([config.train for config in data.mixture], [member.set for member in members])
+        check_scores([config.train for config in sets], [member.set for member in members])
     only = members[0]
-    if (
-        len(members) == 1
-        and only.query_prefix is None
-        and only.passage_prefix is None
-        and only.in_batch_negatives
-    ):
+    prefixes = (only.query_prefix, only.passage_prefix)
+    if len(members) == 1 and prefixes == (None, None) and only.in_batch_negatives:
         return only.set  # the same run as with data.train
     return mixture_of(members)

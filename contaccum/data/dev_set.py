@@ -7,8 +7,6 @@ the whole corpus, so compare only scores on the same corpus.
 """
 
 import random
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from datasets import Dataset
 from contaccum.data.commands import grades_of
 from contaccum.data.corpus import beir_records, find_rows
 from contaccum.data.dataset import RetrievalDataset
-from contaccum.data.retrieval_set import Qrels, RetrievalSet
+from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.errors import InputError
 from contaccum.formats.records import Example, write_beir_folder
 from contaccum.runtime.files import whole_folder
@@ -37,26 +35,27 @@ def write_dev_set(
     """
     names = sorted(source.queries)
     kept = sorted(random.Random(seed).sample(names, min(most_queries, len(names))))
-    _write_dev(
-        folder,
-        source.corpus,
-        {name: source.queries[name] for name in kept},
-        source.qrels,
-        most_passages,
-        seed,
-    )
+    queries = {name: source.queries[name] for name in kept}
+    dev = sample_passages(replace(source, queries=queries), most_passages, seed)
+    grades = ((name, *judged) for name in kept for judged in source.qrels[name].items())
+    with whole_folder(folder) as part:
+        records = ({"_id": name, "text": text} for name, text in queries.items())
+        write_beir_folder(part, beir_records(dev.corpus), records, {"dev": grades})
 
 
 def sample_passages(source: RetrievalSet, most_passages: int, seed: int) -> RetrievalSet:
-    """Return ``source`` with all judged passages and a random sample of the others.
+    """Return ``source`` with the passages judged for its queries and a random sample of the others.
 
     It has at most ``most_passages`` passages, or the judged ones if they are more.
     """
     if len(source.corpus) <= most_passages:
         return source
-    rows = _sampled_rows(source.corpus, source.queries, source.qrels, most_passages, seed)
+    judged = {passage for query in source.queries for passage in source.qrels[query]}
+    rows = sorted(find_rows(source.corpus, judged).values())
+    others = np.delete(np.arange(len(source.corpus)), rows).tolist()
+    rows += random.Random(seed).sample(others, max(0, most_passages - len(rows)))
     # in memory, because datasets would write a selection next to the tables in the cache
-    corpus = Dataset(source.corpus.with_format("arrow")[rows])
+    corpus = Dataset(source.corpus.with_format("arrow")[sorted(rows)])
     # the sample follows from the corpus, the qrels and these two numbers
     corpus_hash = f"{source.corpus_hash} {most_passages} {seed}"
     return replace(source, corpus=corpus, corpus_hash=corpus_hash)
@@ -74,43 +73,35 @@ def hold_out(
 
     The dev set has at most ``most_queries`` queries and at most a tenth of all queries. Its
     passages are a sample, as in ``write_dev_set``. The training set has the other queries and all
-    passages. All queries with the same text go to the same set. Raises
-    InputError if the dev set would have no query.
+    passages. Raises InputError if the dev set would have no query.
 
     hard_negatives: number of hard negatives per query in training. If a query has fewer, its other
     negatives fill the gap, as in ``RetrievalDataset.train_set``.
     """
     examples = source.examples()
-    numbers = np.flatnonzero(examples.positives.lengths)
-    by_text: dict[int, list[int]] = defaultdict(list)
-    texts, ids = (examples.queries[column][:] for column in ("text", "id"))
-    for number in numbers.tolist():
-        by_text[int(examples.query_hashes[number])].append(number)
-    most = min(most_queries, len(numbers) // SHARE)
-    groups = list(by_text.values())
-    random.Random(seed).shuffle(groups)
-    held: list[int] = []
-    for group in groups:
-        if len(held) + len(group) <= most:
-            held += group
-    if not held:
+    numbers = np.flatnonzero(examples.positives.lengths).tolist()
+    random.Random(seed).shuffle(numbers)
+    count = min(most_queries, len(numbers) // SHARE)
+    if not count:
         raise InputError(
             f"{source.path}: has {len(numbers)} training queries; to hold out a dev set, at least "
-            f"{SHARE} queries with different texts are needed. Set data.dev to a dev set."
+            f"{SHARE} queries are needed. Set data.dev to a dev set."
         )
-    held.sort()
+    texts, ids = (examples.queries[column][:] for column in ("text", "id"))
+    held = {ids[number]: texts[number] for number in sorted(numbers[:count])}
     passages: list[str] = examples.passages["id"]
-    positives = {
-        ids[number]: {passages[row]: 1 for row in examples.positives.row(number)} for number in held
+    qrels = {
+        ids[number]: {passages[row]: 1 for row in examples.positives.row(number)}
+        for number in numbers[:count]
     }
-    queries = {ids[number]: texts[number] for number in held}
-    others = beir_records(examples.queries.select(sorted(set(numbers.tolist()) - set(held))))
     grades = grades_of(
-        _filled(example, hard_negatives) for example in examples if example.query.id not in queries
+        _filled(example, hard_negatives) for example in examples if example.query.id not in held
     )
     with whole_folder(folder) as part:
-        _write_dev(part / "dev", examples.passages, queries, positives, most_passages, seed)
+        dev = RetrievalSet(examples.passages, held, qrels)
+        write_dev_set(dev, part / "dev", count, most_passages, seed)
         (part / "train").mkdir()
+        others = beir_records(examples.queries.select(sorted(numbers[count:])))
         write_beir_folder(
             part / "train", beir_records(examples.passages), others, {"train": grades}
         )
@@ -119,32 +110,3 @@ def hold_out(
 def _filled(example: Example, hard_negatives: int) -> Example:
     others = example.others[: max(0, hard_negatives - len(example.negatives))]
     return example._replace(negatives=[*example.negatives, *others])
-
-
-def _write_dev(
-    folder: Path,
-    corpus: Dataset,
-    queries: dict[str, str],
-    qrels: Qrels,
-    most_passages: int,
-    seed: int,
-) -> None:
-    rows = _sampled_rows(corpus, queries, qrels, most_passages, seed)
-    grades = (
-        (query, passage, grade) for query in queries for passage, grade in qrels[query].items()
-    )
-    with whole_folder(folder) as part:
-        records = ({"_id": key, "text": text} for key, text in queries.items())
-        write_beir_folder(part, beir_records(corpus.select(rows)), records, {"dev": grades})
-
-
-def _sampled_rows(
-    corpus: Dataset, queries: Iterable[str], qrels: Qrels, most_passages: int, seed: int
-) -> list[int]:
-    """Return the sorted row numbers of the judged passages and of a sample of the others."""
-    rows = sorted(
-        find_rows(corpus, {passage for query in queries for passage in qrels[query]}).values()
-    )
-    others = np.delete(np.arange(len(corpus)), rows).tolist()
-    rows += random.Random(seed).sample(others, max(0, min(len(others), most_passages - len(rows))))
-    return sorted(rows)

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
@@ -25,7 +25,7 @@ from contaccum.data.tables import (
     Ragged,
     TableWriter,
     cached_tables,
-    hashes_file,
+    rewrite,
     text_hashes,
 )
 from contaccum.errors import InputError
@@ -37,7 +37,6 @@ from contaccum.formats.records import (
     Query,
     SourceLocation,
     TeacherScores,
-    content_id,
     is_blank,
     stop,
 )
@@ -45,7 +44,48 @@ from contaccum.runtime.cache import file_key
 from contaccum.runtime.progress import Progress
 
 _BATCH = 1000  # number of queries that are read at a time
+POSITIVE, NEGATIVE, OTHER = range(3)  # kinds of passages of an example
 _LISTS = ("positives", "negatives", "others")
+COPIES = "hard negatives have the text of a positive of their query; they are left out"
+
+
+class Lists(NamedTuple):
+    """Passages of n queries, and the positions of the hard negatives that are left out."""
+
+    positives: Ragged
+    negatives: Ragged
+    others: Ragged
+    copies: np.ndarray
+
+
+def lists_of(
+    queries: np.ndarray,
+    kinds: np.ndarray,
+    rows: np.ndarray,
+    passage_hashes: np.ndarray,
+    count: int,
+    scores: np.ndarray | None = None,
+) -> Lists:
+    """Divide k passages into the lists of ``count`` queries.
+
+    queries, kinds, rows, scores: (k,); query number, kind, row number and teacher score of each
+    passage. A hard negative with the text of a positive of its query is left out, and so is another
+    negative with the text of a positive or of a hard negative.
+    """
+    keys = queries * len(passage_hashes) + first_with_same_text(passage_hashes)[rows]
+    is_positive = np.isin(keys, keys[kinds == POSITIVE])
+    is_negative = np.isin(keys, keys[kinds == NEGATIVE])
+    lists = []
+    for used in (
+        kinds == POSITIVE,
+        (kinds == NEGATIVE) & ~is_positive,
+        (kinds == OTHER) & ~is_positive & ~is_negative,
+    ):
+        used_scores = None if scores is None else scores[used]
+        lists.append(Ragged.grouped(queries[used], rows[used], count, used_scores))
+    copies = np.flatnonzero((kinds == NEGATIVE) & is_positive)
+    copies = copies[np.unique(keys[copies], return_index=True)[1]]
+    return Lists(lists[POSITIVE], lists[NEGATIVE], lists[OTHER], copies)
 
 
 @dataclass(frozen=True)
@@ -65,8 +105,9 @@ class ExampleTable:
     positives: Ragged  # a list may be empty; no passage is in two lists of the same query
     negatives: Ragged
     others: Ragged
-    fingerprint: str = ""
+    fingerprint: str
     merged: int = 0  # number of records with the query of an earlier record
+    copies: int = 0  # number of hard negatives that are left out: they have a positive's text
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self.positives.lengths))
@@ -81,276 +122,155 @@ class ExampleTable:
             numbers = kept[first : first + _BATCH]
             queries = self.queries[numbers]
             for number, key, text in zip(numbers, queries["id"], queries["text"], strict=True):
-                yield Example(
-                    Query(key, text),
-                    positives=self._passages(self.positives.row(number)),
-                    negatives=self._passages(self.negatives.row(number)),
-                    others=self._passages(self.others.row(number)),
-                    scores=self._scores(number),
+                lists = (self.positives, self.negatives, self.others)
+                positives, negatives, others = (
+                    list(Passage.of_columns(self.passages[part.row(number).tolist()]))
+                    for part in lists
                 )
-
-    def _passages(self, rows: np.ndarray) -> list[Passage]:
-        return list(Passage.of_columns(self.passages[rows.tolist()]))
-
-    def _scores(self, number: int) -> TeacherScores | None:
-        """Return the teacher scores of an example, or None if it has none.
-
-        Each score is the shortest decimal that rounds to the stored float32: 0.1, not
-        0.10000000149.
-        """
-        if self.positives.scores is None:
-            return None
-        positives = self.positives.scores[self.positives.span(number)]
-        negatives = self.negatives.scores_or_nan[self.negatives.span(number)]
-        if np.isnan(positives).any() or np.isnan(negatives).any():
-            return None
-        return TeacherScores(
-            [float(str(score)) for score in positives], [float(str(score)) for score in negatives]
-        )
+                scores = [part.scores[part.span(number)] for part in lists[:OTHER]]
+                teacher = None
+                if not np.isnan(np.concatenate(scores)).any():
+                    # the shortest decimals that round to the float32: 0.1, not 0.10000000149
+                    decimals = [[float(str(score)) for score in part] for part in scores]
+                    teacher = TeacherScores(decimals[POSITIVE], decimals[NEGATIVE])
+                yield Example(Query(key, text), positives, negatives, others, teacher)
 
 
-def load_examples(path: Path, policy: DataPolicy, scores: bool = False) -> ExampleTable:
+def load_examples(path: Path, policy: DataPolicy) -> ExampleTable:
     """Open a file of training examples: DPR JSON, JSONL of query, pos and neg, or Tevatron JSONL.
 
     Rows with the same query text become one query, which has the passages of all of them. An
     example with an empty text is invalid. Other problems cause a warning, or InputError with
     ``strict``: queries without a positive, ids that have several texts, and hard negatives with the
     text of a positive. ``repair`` has no effect on a file of examples and causes a warning.
-
-    scores: read teacher scores too. In each example, either all positives and negatives must have a
-    finite score, or none.
     """
     if not os.path.isfile(path):
         raise InputError(f"{path}: no such file or folder")
     if policy.repair:
         warnings.warn(f"{path}: repair has no effect on a file of examples", stacklevel=4)
     folder, about = cached_tables(
-        "examples", [file_key(path), scores], lambda folder: build_examples(path, scores, folder)
+        "examples", file_key(path), lambda folder: build_examples(path, folder)
     )
-    for problem in about["problems"]:
+    for count, sentence, first in about["problems"]:
         if policy.strict:
-            raise InputError(problem["first"])
-        warnings.warn(f"{path}: {problem['count']} {problem['text']}", stacklevel=4)
+            raise InputError(first)
+        warnings.warn(f"{path}: {count} {sentence}", stacklevel=4)
     if not about["examples"]:
         raise InputError(f"{path}: has no valid example; it needs at least one")
-    if not about["answerable"]:
+    queries = folder / "queries.arrow"
+    passages = folder / "passages.arrow"
+    lists = [Ragged.load(folder / f"{name}.npz") for name in _LISTS]
+    if not len(lists[POSITIVE].values):
         raise InputError(
             f"{path}: no query has a positive passage; at least one query must have one"
         )
-    queries = folder / "queries.arrow"
-    passages = folder / "passages.arrow"
     return ExampleTable(
-        queries=Dataset.from_file(str(queries)),
-        passages=Dataset.from_file(str(passages)),
-        query_hashes=text_hashes(queries),
-        passage_hashes=text_hashes(passages),
-        positives=_load_lists(folder, "positives"),
-        negatives=_load_lists(folder, "negatives"),
-        others=_load_lists(folder, "others"),
-        fingerprint=about["fingerprint"],
-        merged=about["merged"],
+        Dataset.from_file(str(queries)),
+        Dataset.from_file(str(passages)),
+        text_hashes(queries),
+        text_hashes(passages),
+        lists[POSITIVE],
+        lists[NEGATIVE],
+        lists[OTHER],
+        about["fingerprint"],
+        about["merged"],
+        about["copies"],
     )
 
 
-def build_examples(
-    path: Path, with_scores: bool, folder: Path, on_error: OnError = stop
-) -> dict[str, Any]:
+def build_examples(path: Path, folder: Path, on_error: OnError = stop) -> dict[str, Any]:
     """Write the tables of a file of examples into ``folder``. Return the content of about.json."""
     queries = TableWriter(folder / "queries.arrow", QUERY_COLUMNS)
     passages = TableWriter(folder / "passages.arrow", PASSAGE_COLUMNS)
-    lists = {name: _Lists() for name in _LISTS}
-    query_hashes = array("q")
-    rows: dict[int, int] = {}  # hash of a passage's text -> row number
-    query_ids = _Ids("query")
-    passage_ids = _Ids("passage")
+    query_rows: dict[int, int] = {}  # hash of a query's text -> row number
+    passage_rows: dict[int, int] = {}
+    query_ids = _Ids("query", "queries")
+    passage_ids = _Ids("passage", "passages")
     locations: list[SourceLocation] = []  # of each record
-    scored = 0  # number of examples with scores
-    examples = numbered_examples(path, on_error, with_scores)
+    records = array("q")  # for each passage of a record: number of the record, kind, row, score
+    kinds = array("b")
+    rows = array("q")
+    scores = array("f")
+    query_of_record = array("q")
+    examples = numbered_examples(path, on_error)
     for location, example in Progress.over(examples, f"reading {path.name}", "examples"):
-        query = example.query
-        try:
-            _check_texts(location, example)
-        except InputError as error:
-            on_error(error)
+        lists = (example.positives, example.negatives, example.others)
+        empty = next((each for part in lists for each in part if is_blank(each.text)), None)
+        if is_blank(example.query.text) or empty:
+            what, key = ("passage", empty.id) if empty else ("query", example.query.id)
+            on_error(location.error(f"{what} {key!r} has an empty text; every {what} needs a text"))
             continue
-        query_hash = text_hash(query.text)
-        query_ids.add(query.id, query_hash, location)
-        query_hashes.append(query_hash)
-        queries.add(query, query_hash)
+        hashed = text_hash(example.query.text)
+        query_ids.add(example.query.id, hashed, location)
+        if hashed not in query_rows:
+            query_rows[hashed] = queries.add(example.query, hashed)
+        query_of_record.append(query_rows[hashed])
+        given = example.scores or ([math.nan] * len(lists[0]), [math.nan] * len(lists[1]))
+        for kind, part in enumerate(lists):
+            for passage in part:
+                hashed = text_hash(passage.content)
+                passage_ids.add(passage.id, hashed, location)
+                if hashed not in passage_rows:
+                    passage_rows[hashed] = passages.add(passage, hashed)
+                records.append(len(locations))
+                kinds.append(kind)
+                rows.append(passage_rows[hashed])
+            scores.extend([math.nan] * len(part) if kind == OTHER else given[kind])
         locations.append(location)
-        scored += example.scores is not None
-        for name in _LISTS:
-            scores = getattr(example.scores, name, None)
-            for position, passage in enumerate(getattr(example, name)):
-                passage_hash = text_hash(passage.content)
-                passage_ids.add(passage.id, passage_hash, location)
-                row = rows.get(passage_hash)
-                if row is None:
-                    row = passages.add(passage, passage_hash)
-                    rows[passage_hash] = row
-                lists[name].add(row, math.nan if scores is None else scores[position])
-            lists[name].end()
     fingerprints = [queries.close(), passages.close()]
 
-    first = first_with_same_text(np.array(query_hashes, dtype=np.int64))
-    kept_rows = np.unique(first)
-    given = {name: lists[name].ragged() for name in _LISTS}
-    grouped = {name: given[name].merged(first).distinct() for name in _LISTS}
-    positives = grouped["positives"]
-    is_positive = grouped["negatives"].contained_in(positives)
-    negatives = grouped["negatives"].where(~is_positive)
-    others = grouped["others"]
-    others = others.where(~(others.contained_in(positives) | others.contained_in(negatives)))
-    for name, ragged in (("positives", positives), ("negatives", negatives), ("others", others)):
-        _save_lists(folder, name, ragged, bool(scored) and name != "others")
-    if len(kept_rows) < len(first) or query_ids.repeated:
-        fingerprints[0] = _rewrite(folder / "queries.arrow", QUERY_COLUMNS, kept_rows, query_ids)
-    if passage_ids.repeated:
-        fingerprints[1] = _rewrite(folder / "passages.arrow", PASSAGE_COLUMNS, None, passage_ids)
+    for number, (table, ids) in enumerate(((queries, query_ids), (passages, passage_ids))):
+        if ids.repeated:
+            fingerprints[number] = rewrite(table, np.arange(table.rows), ids.repeated)
+    grouped = lists_of(
+        np.array(query_of_record)[np.array(records, dtype=np.int64)],
+        np.array(kinds),
+        np.array(rows, dtype=np.int64),
+        text_hashes(folder / "passages.arrow"),
+        queries.rows,
+        np.array(scores),
+    )
+    for name in _LISTS:
+        getattr(grouped, name).save(folder / f"{name}.npz")
 
-    unanswerable = np.flatnonzero(positives.lengths == 0)
-    without_positive = copied = ""  # the first error of each kind
+    problems = []  # number of cases, sentence, error of the first case
+    unanswerable = np.flatnonzero(grouped.positives.lengths == 0)
     if len(unanswerable):
-        without_positive = str(
-            locations[kept_rows[unanswerable[0]]].error(
-                "the query has no positive; every query needs a positive"
-            )
+        first = locations[query_of_record.index(unanswerable[0])]
+        error = first.error("the query has no positive; every query needs a positive")
+        problems.append([len(unanswerable), "queries without a positive are skipped", str(error)])
+    if len(grouped.copies):
+        first = locations[records[grouped.copies.min()]]
+        error = first.error(
+            "a hard negative has the text of a positive of its query; it needs another text"
         )
-    if is_positive.any():
-        place = int(np.argmax(is_positive))
-        copied_query = int(np.searchsorted(grouped["negatives"].offsets, place, side="right")) - 1
-        passage = grouped["negatives"].values[place]
-        record = next(
-            record
-            for record in np.flatnonzero(first == kept_rows[copied_query]).tolist()
-            if passage in given["negatives"].row(record)
-        )
-        copied = str(
-            locations[record].error(
-                "a hard negative has the text of a positive of its query; it needs another text"
-            )
-        )
-    problems = [
-        {
-            "count": len(unanswerable),
-            "text": "queries without a positive are skipped",
-            "first": without_positive,
-        },
-        {
-            "count": int(is_positive.sum()),
-            "text": "hard negatives have the text of a positive of their query; they are left out "
-            f"(the first: {copied.partition(': ')[0]})",
-            "first": copied,
-        },
-        query_ids.problem(),
-        passage_ids.problem(),
-    ]
+        problems.append([len(grouped.copies), f"{COPIES} (the first: {first})", str(error)])
+    for ids in (query_ids, passage_ids):
+        if ids.repeated:
+            sentence = f"{ids.what} ids stand for several texts; these {ids.plural} get new ids"
+            error = next(iter(ids.repeated.values()))
+            problems.append([len(ids.repeated), sentence, str(error)])
     return {
         "fingerprint": "".join(fingerprints),
-        "examples": len(kept_rows),
-        "merged": len(first) - len(kept_rows),
-        "answerable": len(kept_rows) - len(unanswerable),
-        "problems": [problem for problem in problems if problem["count"]],
+        "examples": queries.rows,
+        "merged": len(locations) - queries.rows,
+        "copies": len(grouped.copies),
+        "problems": problems,
     }
 
 
 class _Ids:
     """Ids of queries or passages, and the ids among them that are used for several texts."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, plural: str) -> None:
+        self.what = what
+        self.plural = plural
         self._text: dict[str, int] = {}  # id -> hash of its first text
         self.repeated: dict[str, InputError] = {}  # id with several texts -> error at the second
 
     def add(self, key: str, hashed: int, location: SourceLocation) -> None:
         if self._text.setdefault(key, hashed) != hashed and key not in self.repeated:
             self.repeated[key] = location.error(
-                f"{self._what} id {key!r} occurs with two texts; an id must always have the same "
+                f"{self.what} id {key!r} occurs with two texts; an id must always have the same "
                 "text"
-            )
-
-    def problem(self) -> dict[str, Any]:
-        plural = {"query": "queries", "passage": "passages"}[self._what]
-        return {
-            "count": len(self.repeated),
-            "text": f"{self._what} ids stand for several texts; these {plural} get new ids",
-            "first": str(next(iter(self.repeated.values()), "")),
-        }
-
-
-def _rewrite(path: Path, columns: tuple[str, ...], rows: np.ndarray | None, ids: _Ids) -> str:
-    """Write a table again: only ``rows`` (None: all), and with a new id for each repeated id.
-
-    A new id is a hash of the text. Returns the hash of all rows.
-    """
-    table = Dataset.from_file(str(path))
-    hashes = np.array(text_hashes(path))
-    new = path.with_name(f"new-{path.name}")
-    writer = TableWriter(new, columns)
-    numbers = np.arange(len(table)) if rows is None else rows
-    for start in range(0, len(numbers), _BATCH):
-        part = numbers[start : start + _BATCH]
-        read = table[part]
-        texts = zip(*(read[column] for column in columns), strict=True)
-        for (key, *text), hashed in zip(texts, hashes[part].tolist(), strict=True):
-            if key in ids.repeated:
-                key = f"unnamed-{content_id(text[0] if len(text) > 1 else '', text[-1])}"
-            writer.add((key, *text), hashed)
-    digest = writer.close()
-    os.replace(new, path)
-    os.replace(hashes_file(new), hashes_file(path))
-    return digest
-
-
-class _Lists:
-    """Lists of row numbers with their scores, in growing arrays."""
-
-    def __init__(self) -> None:
-        self._ends = array("q", [0])
-        self._values = array("q")
-        self._scores = array("f")
-
-    def add(self, row: int, score: float) -> None:
-        self._values.append(row)
-        self._scores.append(score)
-
-    def end(self) -> None:
-        """End the current list."""
-        self._ends.append(len(self._values))
-
-    def ragged(self) -> Ragged:
-        return Ragged(
-            np.array(self._ends, dtype=np.int64),
-            np.array(self._values, dtype=np.int64),
-            np.array(self._scores, dtype=np.float32),
-        )
-
-
-def _save_lists(folder: Path, name: str, lists: Ragged, with_scores: bool) -> None:
-    np.save(folder / f"{name}_offsets.npy", lists.offsets, allow_pickle=False)
-    np.save(folder / f"{name}_values.npy", lists.values, allow_pickle=False)
-    if with_scores:
-        np.save(folder / f"{name}_scores.npy", lists.scores_or_nan, allow_pickle=False)
-
-
-def _load_lists(folder: Path, name: str) -> Ragged:
-    def load(part: str) -> np.ndarray:
-        path = folder / f"{name}_{part}.npy"
-        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-        return array
-
-    has_scores = (folder / f"{name}_scores.npy").is_file()
-    return Ragged(load("offsets"), load("values"), load("scores") if has_scores else None)
-
-
-def _check_texts(location: SourceLocation, example: Example) -> None:
-    """Raise InputError if the query or a passage of an example has an empty text."""
-    if is_blank(example.query.text):
-        raise location.error(
-            f"query {example.query.id!r} has an empty text; every query needs a text"
-        )
-    for passage in (*example.positives, *example.negatives, *example.others):
-        if is_blank(passage.text):
-            raise location.error(
-                f"passage {passage.id!r} has an empty text; every passage needs a text"
             )

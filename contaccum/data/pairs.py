@@ -1,12 +1,15 @@
 """Training pairs that are in memory, as a file that ``open_dataset`` can read."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from contaccum.errors import InputError
+from contaccum.formats.records import record_line
+from contaccum.formats.training import JsonlRecord
 from contaccum.runtime.cache import cached_folder
 from contaccum.runtime.files import write_text
 
@@ -20,20 +23,18 @@ def pairs_file(pairs: Iterable[Sequence[Any] | Mapping[str, Any]]) -> Path:
     """
     lines = []
     for number, pair in enumerate(pairs):
-        values = list(pair.values()) if isinstance(pair, Mapping) else list(pair)
-        query, *others = values or [None]
-        passages = [[each] if isinstance(each, str) else list(each or []) for each in others]
-        texts = [text for each in passages for text in each]
-        if not passages or not all(isinstance(text, str) for text in [query, *texts]):
+        try:
+            query, positives, *others = pair.values() if isinstance(pair, Mapping) else pair
+            lists = [[each] if isinstance(each, str) else each or [] for each in others]
+            negatives = [text for texts in lists for text in texts]
+            record = {"query": query, "pos": positives, "neg": negatives}
+            lines.append(record_line(msgspec.convert(record, JsonlRecord)))
+        except (ValueError, TypeError) as error:
             raise InputError(
                 f"pairs[{number}] is {str(pair)[:100]}, expected a query, a positive and, if there "
                 "are any, hard negatives, all of them texts"
-            )
-        negatives = [text for each in passages[1:] for text in each]
-        lines.append(json.dumps({"query": query, "pos": passages[0], "neg": negatives}))
-    content = "\n".join(lines) + "\n"
+            ) from error
+    content = b"".join(lines).decode()
     key = hashlib.sha256(content.encode()).hexdigest()
-    return (
-        cached_folder("pairs", key, lambda folder: write_text(folder / "pairs.jsonl", content))
-        / "pairs.jsonl"
-    )
+    folder = cached_folder("pairs", key, lambda folder: write_text(folder / "pairs.jsonl", content))
+    return folder / "pairs.jsonl"

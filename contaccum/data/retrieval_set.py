@@ -3,6 +3,7 @@
 import hashlib
 import json
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,10 +13,15 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset
 
 from contaccum.config import DataPolicy
-from contaccum.data.corpus import REPAIR, find_rows, open_corpus, open_queries
-from contaccum.data.examples import ExampleTable, load_examples
+from contaccum.data.corpus import (
+    REPAIR,
+    find_rows,
+    open_corpus,
+    queries_file,
+    read_query_texts,
+)
+from contaccum.data.examples import COPIES, ExampleTable, lists_of, load_examples
 from contaccum.data.identity import text_hash
-from contaccum.data.tables import Ragged
 from contaccum.errors import InputError
 from contaccum.formats.readers import beir_file, read_qrels
 from contaccum.formats.records import OnError, SourceLocation, stop
@@ -52,16 +58,10 @@ class JudgedSplit(RetrievalSet):
     source: Path  # the qrels file
     passage_hashes: np.ndarray  # (n,) int64, hash of the text of each passage of the corpus
     rows: dict[str, int]  # judged passages of the corpus: passage id -> row number
-    judgements: int  # number of lines of the qrels file, repeated lines included
     unknown: dict[str, int]  # judged passages that the corpus lacks: passage id -> line number
 
     def unknown_judgements(self) -> str:
-        """Return a sentence part with the number of judgements whose passage the corpus lacks.
-
-        Return "" if there are none.
-        """
-        if not self.unknown:
-            return ""
+        """Return a sentence part with the number of judgements whose passage the corpus lacks."""
         count = sum(passage in self.unknown for grades in self.qrels.values() for passage in grades)
         passage, line = next(iter(self.unknown.items()))
         return (
@@ -69,12 +69,12 @@ class JudgedSplit(RetrievalSet):
             f"{passage!r} in line {line})"
         )
 
-    def examples(self, repair: bool = False) -> ExampleTable:
+    def examples(self, repair: bool = False, merge: bool = True) -> ExampleTable:
         """Convert the split to training examples.
 
-        Judged passages with a grade of 0 or less become hard negatives. A judgement whose passage
-        is not in the corpus raises InputError; with ``repair``, it is dropped, and a warning gives
-        the number.
+        merge: whether queries with the same text become one. Judged passages with a grade of 0 or
+        less become hard negatives. A judgement whose passage is not in the corpus raises
+        InputError; with ``repair``, it is dropped, and a warning gives the number.
         """
         if self.unknown and not repair:
             raise InputError(
@@ -83,25 +83,33 @@ class JudgedSplit(RetrievalSet):
             )
         if self.unknown:
             warnings.warn(
-                f"{self.unknown_judgements()}; training drops these judgements", stacklevel=4
+                f"{self.unknown_judgements()}; training drops these judgements with repair, and "
+                "evaluation counts the passages as not found",
+                stacklevel=4,
             )
-        positives = []
-        negatives = []
-        for grades in self.qrels.values():
-            found = {self.rows[key]: grade for key, grade in grades.items() if key in self.rows}
-            positives.append([row for row, grade in found.items() if grade > 0])
-            negatives.append([row for row, grade in found.items() if grade <= 0])
-        others: list[list[int]] = [[] for _ in self.qrels]
-        queries = Dataset.from_dict({"id": list(self.queries), "text": list(self.queries.values())})
+        queries: dict[object, tuple[int, str, str]] = {}  # different queries: number, id, text
+        entries = []  # query, kind and row of each judged passage
+        for key, text in self.queries.items():
+            same = text_hash(text) if merge else key
+            number, *_ = queries.setdefault(same, (len(queries), key, text))
+            for passage, grade in self.qrels[key].items():
+                if passage in self.rows:
+                    entries.append((number, int(grade <= 0), self.rows[passage]))
+        numbers, kinds, rows = np.array(entries, dtype=np.int64).reshape(-1, 3).T
+        lists = lists_of(numbers, kinds, rows, self.passage_hashes, len(queries))
+        if len(lists.copies):
+            warnings.warn(f"{self.source}: {len(lists.copies)} {COPIES}", stacklevel=4)
+        _, ids, texts = zip(*queries.values(), strict=True)
         return ExampleTable(
-            queries,
+            Dataset.from_dict({"id": ids, "text": texts}),
             self.corpus,
-            np.array([text_hash(text) for text in self.queries.values()], dtype=np.int64),
+            np.array([text_hash(text) for text in texts], dtype=np.int64),
             self.passage_hashes,
-            Ragged.of(positives),
-            Ragged.of(negatives),
-            Ragged.of(others),
+            lists.positives,
+            lists.negatives,
+            lists.others,
             self.corpus_hash,
+            copies=len(lists.copies),
         )
 
 
@@ -135,29 +143,33 @@ def judged_split(path: Path, split: str, policy: DataPolicy) -> JudgedSplit:
     """
     source = qrels_file(path, split)
     grades = read_grades(source)
-    queries = open_queries(path, policy, grades.query_lines)
-    for query, line in grades.query_lines.items():
-        if query not in queries.texts:
-            raise unknown_query(source, line, query, queries.source)
+    file = queries_file(path)
+    queries = read_query_texts(file, policy.repair, grades.query_lines)
+    for error in unknown_queries(source, grades, queries, file):
+        raise error
     corpus = open_corpus(path, policy)
     rows = find_rows(corpus.table, grades.passage_lines)
     return JudgedSplit(
         corpus=corpus.table,
-        queries={query: queries.texts[query] for query in grades.qrels},
+        queries={query: queries[query] for query in grades.qrels},
         qrels=grades.qrels,
         corpus_hash=corpus.fingerprint,
         source=source,
         passage_hashes=corpus.hashes,
         rows=rows,
-        judgements=grades.judgements,
         unknown={key: line for key, line in grades.passage_lines.items() if key not in rows},
     )
 
 
-def unknown_query(source: Path, line: int, query: str, file: Path) -> InputError:
-    """Return the InputError for a judgement whose query is not in ``file``."""
-    message = f"unknown query id {query!r}; {file.name} has no such id"
-    return SourceLocation(source, line).error(message)
+def unknown_queries(
+    source: Path, grades: "Grades", queries: Mapping[str, str], file: Path
+) -> list[InputError]:
+    """Return an InputError for each judged query that ``file``, with ``queries``, lacks."""
+    return [
+        SourceLocation(source, line).error(f"unknown query id {key!r}; {file.name} has no such id")
+        for key, line in grades.query_lines.items()
+        if key not in queries
+    ]
 
 
 class Grades(NamedTuple):
@@ -166,7 +178,6 @@ class Grades(NamedTuple):
     qrels: Qrels
     query_lines: dict[str, int]  # query id -> first line with it, in the order of the file
     passage_lines: dict[str, int]
-    judgements: int  # number of lines, repeated lines included
 
 
 def read_grades(source: Path, on_error: OnError = stop) -> Grades:
@@ -174,7 +185,6 @@ def read_grades(source: Path, on_error: OnError = stop) -> Grades:
     qrels: Qrels = {}
     query_lines: dict[str, int] = {}
     passage_lines: dict[str, int] = {}
-    judgements = 0
     for query, passage, grade, line in read_qrels(source, on_error):
         grades = qrels.setdefault(query, {})
         before = grades.setdefault(passage, grade)
@@ -186,10 +196,9 @@ def read_grades(source: Path, on_error: OnError = stop) -> Grades:
             on_error(SourceLocation(source, line).error(message))
         query_lines.setdefault(query, line)
         passage_lines.setdefault(passage, line)
-        judgements += 1
     if not qrels:
         raise InputError(f"{source}: has no valid judgement; a split needs at least one")
-    return Grades(qrels, query_lines, passage_lines, judgements)
+    return Grades(qrels, query_lines, passage_lines)
 
 
 def keep_answerable(source: Path, qrels: Qrels, strict: bool) -> Qrels:

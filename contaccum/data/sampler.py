@@ -21,8 +21,6 @@ Order = Literal["shuffled", "file"]
 Fill = Literal["random", "none"]
 MixtureBatches = Literal["mixed", "one_set"]
 
-_STRIDE = 16  # number of steps between two stored positions of a mixture
-
 
 def random_stream(*key: int) -> np.random.Generator:
     """Return a random generator.
@@ -71,6 +69,7 @@ class StepSampler:
         self.size = global_batch_size
         self.hard_negatives = hard_negatives
         self._positives = train_set.positives
+        self._scored = train_set.positives.scored
         self._negatives = train_set.negatives
         self._passages = len(train_set.passages)
         self._seed = [seed] if member is None else [seed, MEMBER, member]
@@ -116,8 +115,7 @@ class StepSampler:
             known = self._positives.row(query)
             chosen = int(draws[number] * len(known))
             passages[number, 0] = known[chosen]
-            if self._positives.scores is not None:
-                teacher[number, 0] = self._positives.scores[self._positives.span(query)][chosen]
+            teacher[number, 0] = self._positives.scores[self._positives.span(query)][chosen]
 
         if self.hard_negatives:
             random = random_stream(*self._seed, NEGATIVES, step)
@@ -125,14 +123,12 @@ class StepSampler:
                 negatives = self._negatives.row(query)
                 drawn = random.permutation(len(negatives))[: self.hard_negatives]
                 passages[number, 1 : 1 + len(drawn)] = negatives[drawn]
-                if self._negatives.scores is not None:
-                    scores = self._negatives.scores[self._negatives.span(query)]
-                    teacher[number, 1 : 1 + len(drawn)] = scores[drawn]
+                scores = self._negatives.scores[self._negatives.span(query)]
+                teacher[number, 1 : 1 + len(drawn)] = scores[drawn]
                 if self._fill == "random":
                     self._fill_gaps(passages[number], self._positives.row(query), random)
 
-        has_scores = self._positives.scores is not None
-        return StepRows(queries, passages, teacher if has_scores else None)
+        return StepRows(queries, passages, teacher if self._scored else None)
 
     def _query_rows(self, start: int, count: int) -> np.ndarray:
         """Return the queries of the examples ``start`` to ``start + count - 1``, (count,) int64."""
@@ -194,7 +190,7 @@ class MixtureSampler:
         self.hard_negatives = hard_negatives
         self._seed = seed
         self._one_set = batches == "one_set"
-        self._scored = mixture.positives.scores is not None
+        self._scored = mixture.positives.scored
         self._samplers = []
         # row numbers of the first query and of the first passage of each set, one more at the end
         self._first_query = [0]
@@ -209,7 +205,7 @@ class MixtureSampler:
             self._first_passage.append(self._first_passage[-1] + len(member.set.passages))
         weights = np.array([member.weight for member in mixture.members], dtype=np.float64)
         self._shares = weights / weights.sum()
-        # i -> number of examples of each set in all steps before step _STRIDE * i; threads share it
+        # step -> number of examples of each set in all earlier steps; threads share it
         self._drawn = {0: np.zeros(len(self._shares), dtype=np.int64)}
 
     def __call__(self, step: int) -> StepRows:
@@ -247,15 +243,12 @@ class MixtureSampler:
 
     def _before(self, step: int) -> np.ndarray:
         """Return the number of examples of each set in all steps before ``step``, (sets,)."""
-        known = step // _STRIDE
+        known = step
         while known not in self._drawn:
             known -= 1
-        drawn = self._drawn[known]
-        for earlier in range(known * _STRIDE, step):
-            drawn = drawn + self.counts(earlier)
-            if (earlier + 1) % _STRIDE == 0:
-                self._drawn[(earlier + 1) // _STRIDE] = drawn
-        return drawn
+        for earlier in range(known, step):
+            self._drawn[earlier + 1] = self._drawn[earlier] + self.counts(earlier)
+        return self._drawn[step]
 
 
 def make_sampler(

@@ -6,23 +6,21 @@ Each table is written once and then mapped into memory.
 import copy
 import hashlib
 import json
-import warnings
+import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset
 
-from contaccum.errors import InputError
-from contaccum.formats.records import READER_VERSION
+from contaccum.formats.records import READER_VERSION, content_id, record_line
 from contaccum.runtime.cache import cached_folder
 from contaccum.runtime.checks import require_known_ids, require_utf8
-from contaccum.runtime.files import read_json, remove_folder, write_json
+from contaccum.runtime.files import read_json, write_json
 from contaccum.runtime.progress import Progress
 
 if TYPE_CHECKING:
@@ -44,9 +42,7 @@ class Ragged:
 
     offsets: np.ndarray  # (n + 1,) int64
     values: np.ndarray  # (offsets[n],) int64
-    scores: np.ndarray | None = (
-        None  # (offsets[n],) float32, teacher scores or NaN; None: not requested, or none found
-    )
+    scores: np.ndarray  # (offsets[n],) float32, teacher scores or NaN
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -66,74 +62,60 @@ class Ragged:
         return np.diff(self.offsets)
 
     @property
-    def scores_or_nan(self) -> np.ndarray:
-        """Teacher scores, (offsets[n],) float32; all NaN if ``scores`` is None."""
-        return (
-            np.full(len(self.values), np.nan, dtype=np.float32)
-            if self.scores is None
-            else self.scores
-        )
+    def scored(self) -> bool:
+        """Whether any value has a teacher score."""
+        return not np.isnan(self.scores).all()
 
-    def take(self, rows: np.ndarray) -> "Ragged":
-        """Return the lists at the positions ``rows``."""
+    def take(self, rows: np.ndarray, most: np.ndarray | int | None = None) -> "Ragged":
+        """Return the lists at the positions ``rows``. most: keep at most this many values of each.
+
+        ``most`` is one number, or one for each of ``rows``.
+        """
         lengths = self.lengths[rows]
+        if most is not None:
+            lengths = np.minimum(lengths, most)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         indices = np.arange(offsets[-1]) + np.repeat(self.offsets[rows] - offsets[:-1], lengths)
-        return self.chosen(Ragged(offsets, indices))
-
-    def chosen(self, indices: "Ragged") -> "Ragged":
-        """Return ``indices`` with each number i replaced by ``self.values[i]``.
-
-        The score of this value is ``self.scores[i]``.
-        """
-        scores = None if self.scores is None else self.scores[indices.values]
-        return Ragged(indices.offsets, self.values[indices.values], scores)
+        return Ragged(offsets, self.values[indices], self.scores[indices])
 
     def renumbered(self, used: np.ndarray) -> "Ragged":
         """Replace each value by its index in ``used``, which is sorted and contains every value."""
         return replace(self, values=np.searchsorted(used, self.values))
 
-    def where(self, kept: np.ndarray) -> "Ragged":
-        """Return the lists without the values for which ``kept``, (offsets[n],) bool, is false."""
-        offsets = np.concatenate([[0], np.cumsum(kept)])[self.offsets]
-        return self.chosen(Ragged(offsets, np.flatnonzero(kept)))
+    @property
+    def owners(self) -> np.ndarray:
+        """Number of the list of each value, (offsets[n],) int64."""
+        return np.repeat(np.arange(len(self)), self.lengths)
 
-    def contained_in(self, other: "Ragged") -> np.ndarray:
-        """Return for each value whether the same list of ``other`` has it, (offsets[n],) bool."""
-        _, numbers = np.unique(np.concatenate([self.values, other.values]), return_inverse=True)
-        width = int(numbers.max(initial=0)) + 1
-        owners = [np.repeat(np.arange(len(lists)), lists.lengths) for lists in (self, other)]
-        keys = np.concatenate(owners) * width + numbers
-        return np.isin(keys[: len(self.values)], keys[len(self.values) :])
-
-    def merged(self, groups: np.ndarray) -> "Ragged":
-        """Concatenate the lists that have the same number in ``groups``, (n,) int64.
-
-        Returns one list for each different number, in ascending order of the numbers.
-        """
-        different, numbers = np.unique(groups, return_inverse=True)
-        order = np.argsort(numbers, kind="stable")
-        lists = self.take(order)
-        ends = np.cumsum(np.bincount(numbers, minlength=len(different)))
-        return replace(lists, offsets=lists.offsets[np.concatenate([[0], ends])])
-
-    def distinct(self) -> "Ragged":
-        """Keep only the first occurrence of each value in each list."""
-        _, numbers = np.unique(self.values, return_inverse=True)
-        width = int(numbers.max(initial=0)) + 1
-        keys = np.repeat(np.arange(len(self)), self.lengths) * width + numbers
-        kept = np.zeros(len(keys), dtype=bool)
-        kept[np.unique(keys, return_index=True)[1]] = True
-        return self.where(kept)
+    def save(self, path: Path) -> None:
+        np.savez(path, offsets=self.offsets, values=self.values, scores=self.scores)
 
     @classmethod
-    def of(cls, rows: Iterable[Iterable[int]]) -> "Ragged":
-        values: list[int] = []
-        ends = [0]
-        for row in rows:
-            values.extend(row)
-            ends.append(len(values))
-        return cls(np.array(ends, dtype=np.int64), np.array(values, dtype=np.int64))
+    def load(cls, path: Path) -> "Ragged":
+        stored = np.load(path, allow_pickle=False)
+        return cls(stored["offsets"], stored["values"], stored["scores"])
+
+    @classmethod
+    def grouped(
+        cls,
+        owners: np.ndarray,
+        values: np.ndarray,
+        count: int,
+        scores: np.ndarray | None = None,
+    ) -> "Ragged":
+        """Return ``count`` lists from k values in any order.
+
+        owners: number of the list of each value, (k,). values: (k,). scores: (k,). Each list has
+        its values in the given order, and of equal values only the first.
+        """
+        _, numbers = np.unique(values, return_inverse=True)
+        keys = owners * (int(numbers.max(initial=0)) + 1) + numbers
+        kept = np.sort(np.unique(keys, return_index=True)[1])
+        kept = kept[np.argsort(owners[kept], kind="stable")]
+        offsets = np.searchsorted(owners[kept], np.arange(count + 1))
+        if scores is None:
+            scores = np.full(len(values), np.nan, dtype=np.float32)
+        return cls(offsets, values[kept], scores[kept])
 
     @classmethod
     def concatenated(cls, parts: Sequence["Ragged"], sizes: Sequence[int]) -> "Ragged":
@@ -145,8 +127,7 @@ class Ragged:
         starts = np.cumsum([0, *sizes])
         values = [part.values + start for part, start in zip(parts, starts, strict=False)]
         ends = np.cumsum(np.concatenate([[0], *(part.lengths for part in parts)]))
-        scored = any(part.scores is not None for part in parts)
-        scores = np.concatenate([part.scores_or_nan for part in parts]) if scored else None
+        scores = np.concatenate([part.scores for part in parts])
         return cls(ends, np.concatenate(values), scores)
 
 
@@ -159,33 +140,30 @@ class TableWriter:
 
     def __init__(self, path: Path, columns: tuple[str, ...]) -> None:
         self._schema = pa.schema([(name, pa.string()) for name in columns])
-        self._sink = pa.OSFile(str(path), "wb")
-        self._stream = pa.ipc.new_stream(self._sink, self._schema)
+        self._stream = pa.ipc.new_stream(str(path), self._schema)
         self._digest = hashlib.blake2b(digest_size=16)
         self._rows: list[tuple[str, ...]] = []
-        self._path = path
+        self.path = path
+        self.columns = columns
         self._text_hashes = array("q")
-        self.rows = 0
+
+    @property
+    def rows(self) -> int:
+        """Number of rows that were added."""
+        return len(self._text_hashes)
 
     def add(self, row: tuple[str, ...], text_hash: int) -> int:
         """Add a row with one string per column. Return the number of the row, counted from 0."""
         self._rows.append(row)
         self._text_hashes.append(text_hash)
-        self.rows += 1
+        self._digest.update(record_line(row))
         if len(self._rows) == _ROWS:
             self._flush()
         return self.rows - 1
 
     def _flush(self) -> None:
-        columns = zip(*self._rows, strict=True)
-        batch = pa.record_batch(
-            [pa.array(column, pa.string()) for column in columns], schema=self._schema
-        )
-        for column in batch.columns:
-            for buffer in column.buffers():
-                if buffer is not None:
-                    self._digest.update(buffer)
-        self._stream.write_batch(batch)
+        columns = [pa.array(column, pa.string()) for column in zip(*self._rows, strict=True)]
+        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
         self._rows.clear()
 
     def close(self) -> str:
@@ -193,9 +171,8 @@ class TableWriter:
         if self._rows:
             self._flush()
         self._stream.close()
-        self._sink.close()
         hashes = np.array(self._text_hashes, dtype=np.int64)  # (rows,)
-        np.save(hashes_file(self._path), hashes, allow_pickle=False)
+        np.save(hashes_file(self.path), hashes, allow_pickle=False)
         return self._digest.hexdigest()
 
 
@@ -210,47 +187,45 @@ def text_hashes(table: Path) -> np.ndarray:
     return hashes
 
 
-class CachedTables(NamedTuple):
-    """Cache folder with tables, and the content of its about.json."""
+def rewrite(written: TableWriter, rows: np.ndarray, not_ids: Collection[str] = ()) -> str:
+    """Write a closed table again with only ``rows``. Return the hash of all rows.
 
-    folder: Path
-    about: dict[str, Any]
+    not_ids: ids that are replaced by a hash of the text.
+    """
+    path = written.path
+    columns = written.columns
+    table = Dataset.from_file(str(path))
+    hashes = np.array(text_hashes(path))
+    new = path.with_name(f"new-{path.name}")
+    writer = TableWriter(new, columns)
+    for start in range(0, len(rows), _ROWS):
+        part = rows[start : start + _ROWS]
+        read = table[part]
+        texts = zip(*(read[column] for column in columns), strict=True)
+        for (key, *text), text_hash in zip(texts, hashes[part].tolist(), strict=True):
+            if key in not_ids:
+                key = f"unnamed-{content_id(text[0] if len(text) > 1 else '', text[-1])}"
+            writer.add((key, *text), text_hash)
+    digest = writer.close()
+    os.replace(new, path)
+    os.replace(hashes_file(new), hashes_file(path))
+    return digest
 
 
-def cached_tables(kind: str, key: object, build: Callable[[Path], dict[str, Any]]) -> CachedTables:
-    """Return the cache folder with the tables for ``key``. Build them if they are not in the cache.
+def cached_tables(
+    kind: str, key: object, build: Callable[[Path], dict[str, Any]]
+) -> tuple[Path, dict[str, Any]]:
+    """Return the cache folder with the tables for ``key``, and the content of its about.json.
 
-    ``build`` writes the tables into an empty folder and returns what about.json is to contain. If a
-    file of the cached folder is missing or has another size, all tables are built again.
+    If the tables are not in the cache, ``build`` writes them into an empty folder, and returns what
+    about.json is to contain.
     """
 
     def build_with_about(folder: Path) -> None:
-        about = build(folder)
-        sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-        write_json(folder / ABOUT_FILE, {**about, "bytes": sizes})
+        write_json(folder / ABOUT_FILE, build(folder))
 
-    key = [READER_VERSION, key]
-    folder = cached_folder(kind, key, build_with_about)
-    about = _undamaged(folder)
-    if about is None:
-        warnings.warn(f"{folder}: the cached tables are damaged and are built again", stacklevel=4)
-        with suppress(OSError):  # another process may remove the folder at the same time
-            remove_folder(folder)
-        folder = cached_folder(kind, key, build_with_about)
-        about = read_json(folder / ABOUT_FILE, dict[str, Any])
-    return CachedTables(folder, about)
-
-
-def _undamaged(folder: Path) -> dict[str, Any] | None:
-    """Return the content of about.json. Return None if a file is missing or has another size."""
-    try:
-        about: dict[str, Any] = read_json(folder / ABOUT_FILE, dict[str, Any])
-        sizes = {
-            path.name: path.stat().st_size for path in folder.iterdir() if path.name != ABOUT_FILE
-        }
-    except (InputError, OSError):
-        return None
-    return about if about.get("bytes") == sizes else None
+    folder = cached_folder(kind, [READER_VERSION, key], build_with_about)
+    return folder, read_json(folder / ABOUT_FILE, dict[str, Any])
 
 
 def column_batches(
@@ -324,7 +299,6 @@ def build_token_table(
                     largest_id = max(largest_id, int(array.max()))
                     lengths.append(len(array))
                     file.write(array.tobytes())
-                require_known_ids(largest_id, vocabulary, tokenizer)
                 progress.update(len(contents))
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # (n + 1,)
         np.save(folder / "offsets.npy", offsets, allow_pickle=False)
@@ -334,7 +308,6 @@ def build_token_table(
     side = tokenizer.truncation_side
     key = [fingerprint, list(columns), tokenizer_hash(tokenizer), max_length, prefix, side]
     folder, about = cached_tables("tokens", key, build)
-    # another encoder with fewer word embeddings may have built the table
     require_known_ids(about["largest_id"], vocabulary, tokenizer)
     return TokenTable(folder)
 

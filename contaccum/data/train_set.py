@@ -1,10 +1,9 @@
 """Training sets, from one data set or several: queries, their passages, and teacher scores."""
 
 import hashlib
-import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from contaccum.data.examples import ExampleTable
 from contaccum.data.identity import first_with_same_text, text_hash
 from contaccum.data.tables import Ragged
 from contaccum.errors import InputError
+from contaccum.formats.records import record_line
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class TrainSet:
 
         These are the positives of all queries with the same text, also in other sets of a mixture.
         """
-        numbers = replace(self.positives, values=self.passage_numbers[self.positives.values])
         _, same = np.unique(self.query_hashes, return_inverse=True)
-        return numbers.merged(same).distinct().take(same)
+        numbers = self.passage_numbers[self.positives.values]
+        return Ragged.grouped(same[self.positives.owners], numbers, int(same.max()) + 1).take(same)
 
     def texts(self) -> list[str]:
         """Return the texts of all queries and passages, with titles, to learn a vocabulary from."""
@@ -118,7 +118,7 @@ def check_hard_negatives(name: str, examples: TrainSet) -> None:
 
 def _has_scores(lists: Ragged) -> np.ndarray:
     """Return for each list whether at least one passage has a teacher score, (n,) bool."""
-    known = np.concatenate([[0], np.cumsum(~np.isnan(lists.scores_or_nan))])
+    known = np.concatenate([[0], np.cumsum(~np.isnan(lists.scores))])
     return np.diff(known[lists.offsets]) > 0
 
 
@@ -150,46 +150,26 @@ def _prefixed_hashes(member: Member) -> np.ndarray:
     return member.set.query_hashes ^ text_hash(member.query_prefix)
 
 
-def from_examples(examples: ExampleTable, hard_negatives: int) -> TrainSet:
+def from_examples(examples: ExampleTable, hard_negatives: int, with_scores: bool) -> TrainSet:
     """Make a training set of the examples that have a positive.
 
-    Queries with the same text become one query with the passages of all of them. A hard negative
-    with the text of a positive is left out, and a warning gives the number. If ``hard_negatives``
-    is 0, the set has no negatives.
+    If a query has fewer than ``hard_negatives`` hard negatives, its other negatives fill the gap,
+    in file order. If ``hard_negatives`` is 0, the set has no negatives.
     """
-    first = first_with_same_text(examples.query_hashes)
-    rows = np.unique(first)
-    positives, negatives, others = (
-        lists.merged(first).distinct()
-        for lists in (examples.positives, examples.negatives, examples.others)
+    kept = np.flatnonzero(examples.positives.lengths)
+    positives = examples.positives.take(kept)
+    hard = examples.negatives.take(kept, None if hard_negatives else 0)
+    others = examples.others.take(kept, np.maximum(hard_negatives - hard.lengths, 0))
+    negatives = Ragged.grouped(
+        np.concatenate([hard.owners, others.owners]),
+        np.concatenate([hard.values, others.values]),
+        len(kept),
+        np.concatenate([hard.scores, others.scores]),
     )
-    hashes = examples.passage_hashes
-    positive_texts = replace(positives, values=hashes[positives.values])
-    is_positive = replace(negatives, values=hashes[negatives.values]).contained_in(positive_texts)
-    if is_positive.any():
-        warnings.warn(
-            f"{int(is_positive.sum())} hard negatives have the text of a positive of their query; "
-            "they are left out",
-            stacklevel=4,
-        )
-    negatives = negatives.where(~is_positive)
-    others = others.where(
-        ~replace(others, values=hashes[others.values]).contained_in(positive_texts)
-    )
-    kept = np.flatnonzero(positives.lengths)
-    # n lists of hard negatives, then n lists of other negatives
-    pool = Ragged.concatenated([negatives, others], [0, 0])
-    chosen: list[list[int]] = []  # for each kept query, indices of its negatives in ``pool.values``
-    for number in kept.tolist():
-        if not hard_negatives:
-            chosen.append([])
-            continue
-        hard = pool.span(number)
-        further = pool.span(len(rows) + number)
-        missing = max(0, hard_negatives - (hard.stop - hard.start))
-        filled = range(further.start, further.stop)[:missing]
-        chosen.append([*range(hard.start, hard.stop), *filled])
-    return _train_set(examples, rows[kept], positives.take(kept), pool.chosen(Ragged.of(chosen)))
+    if not with_scores:
+        for lists in (positives, negatives):
+            lists.scores.fill(np.nan)
+    return _train_set(examples, kept, positives, negatives)
 
 
 def _train_set(
@@ -204,13 +184,10 @@ def _train_set(
     queries = source.queries.select(rows)
     used = np.unique(np.concatenate([positives.values, negatives.values]))
     positives, negatives = positives.renumbered(used), negatives.renumbered(used)
-    content = json.dumps([source.fingerprint, queries["id"][:], queries["text"][:]])
-    digest = hashlib.blake2b(content.encode(), digest_size=16)
-    arrays = positives.offsets, positives.values, negatives.offsets, negatives.values
-    for numbers in (used, *arrays, positives.scores, negatives.scores):
-        if numbers is not None:
-            digest.update(np.array(len(numbers)).tobytes())
-            digest.update(numbers.tobytes())
+    content = [source.fingerprint, queries["id"][:], queries["text"][:], used.tobytes()]
+    for lists in (positives, negatives):
+        content += [lists.offsets.tobytes(), lists.values.tobytes(), lists.scores.tobytes()]
+    digest = hashlib.blake2b(record_line(content), digest_size=16)
     return TrainSet(
         queries,
         source.passages.select(used),

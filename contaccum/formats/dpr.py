@@ -1,4 +1,4 @@
-"""Readers of files with columns: DPR's TSV and question CSV, and MS MARCO's files."""
+"""Readers of files with columns: CSV and TSV, DPR's corpus and questions, and MS MARCO's files."""
 
 import ast
 import csv
@@ -6,32 +6,20 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from contaccum.errors import InputError
-from contaccum.formats.json_records import refuse_lone_surrogates
 from contaccum.formats.records import (
     OnError,
     Passage,
     Question,
     SourceLocation,
     numbered_lines,
-    require_content,
     stop,
 )
+from contaccum.runtime.checks import require_utf8
 
 MAX_CELL = 131_072  # default limit of the csv module: number of characters of a cell
-_CORPUS_ROW = "three columns separated by tabs: id, text, title"
-HEADER = ["id", "text", "title"]
-_HEADER_WORDS = {
-    "_id", "id", "docid", "doc_id", "doc-id", "pid", "passage_id", "passage-id", "corpus-id",
-    "corpus_id", "query-id", "query_id", "title", "text", "contents", "content", "passage",
-    "document", "doc", "body", "sentence", "abstract", "url", "score", "grade", "label", "rel",
-    "relevance", "qid", "query", "question", "anchor", "positive", "pos", "negative", "neg",
-    "answer", "answers",
-}  # fmt: skip
-"""Usual column names, to recognize a header."""
-_QUESTION_ROW = (
-    "two columns separated by a tab: a question, and a list of answers such as ['a', 'b']"
-)
+_HEADER = ["id", "text", "title"]
+_ID_COLUMNS = {"_id", "id", "docid", "doc_id", "pid", "passage_id", "query-id", "query_id", "qid"}
+"""Usual names of the first column. A file that starts with one of them has a header."""
 
 
 def dpr_corpus(path: Path, on_error: OnError = stop) -> Iterator[tuple[SourceLocation, Passage]]:
@@ -40,34 +28,22 @@ def dpr_corpus(path: Path, on_error: OnError = stop) -> Iterator[tuple[SourceLoc
     The columns are id, text and title. A cell may be in quotes. A header (id, text, title) is
     skipped.
     """
-    first = True
-    for location, row in _rows(path, _CORPUS_ROW, on_error):
-        try:
-            if first and _is_header(row, location):
-                first = False
-                continue
-            if len(row) != 3:
-                raise location.error(f"found {len(row)} columns; each row needs {_CORPUS_ROW}")
-            if not row[0]:
-                raise location.error("the id is empty; every passage needs an id")
-        except InputError as error:
-            on_error(error)
-            continue
-        first = False
-        yield location, Passage(id=row[0], title=row[2], text=row[1])
-
-
-def _is_header(row: list[str], location: SourceLocation) -> bool:
-    """Return whether a row is a header. Raise InputError if its columns have another order."""
-    cells = [cell.strip().lower() for cell in row]
-    # a number in the first cell is an id
-    named = set(cells[1:]) <= _HEADER_WORDS and not cells[0].isdecimal()
-    if len(row) != 3 or not (cells[0] == HEADER[0] or named):
-        return False
-    if cells != HEADER:
-        found = ", ".join(map(repr, row))
-        raise location.error(f"the header is {found}; it must be {', '.join(HEADER)}")
-    return True
+    for number, (location, row) in enumerate(rows_of_cells(path, "\t", on_error)):
+        if number == 0 and row[0].strip().lower() in _ID_COLUMNS:
+            if [cell.strip().lower() for cell in row] != _HEADER:
+                found = ", ".join(map(repr, row))
+                on_error(location.error(f"the header is {found}; it must be {', '.join(_HEADER)}"))
+        elif len(row) != 3:
+            on_error(
+                location.error(
+                    f"found {len(row)} columns; each row needs three columns separated by tabs: "
+                    "id, text, title"
+                )
+            )
+        elif not row[0]:
+            on_error(location.error("the id is empty; every passage needs an id"))
+        else:
+            yield location, Passage(id=row[0], title=row[2], text=row[1])
 
 
 def id_text_lines(
@@ -77,68 +53,57 @@ def id_text_lines(
 
     These files have no header, and quotation marks are part of the text.
     """
-    first = True
-    for location, line in numbered_lines(path, on_error=on_error):
+    for number, (location, line) in enumerate(numbered_lines(path, on_error=on_error)):
         cells = line.split("\t")
-        key = cells[0]
-        expected = "each line must be an id without spaces, then a tab, then a text"
-        if first and {cell.strip().lower() for cell in cells} <= _HEADER_WORDS:
+        if len(cells) != 2 or cells[0].split() != [cells[0]]:
+            on_error(
+                location.error(
+                    f"found {line[:40]!r}; each line must be an id without spaces, a tab and a text"
+                )
+            )
+        elif number == 0 and cells[0].lower() in _ID_COLUMNS:
             on_error(
                 location.error(
                     f"found the header {line!r}; a file of ids and texts must have no header. "
                     "Delete the line"
                 )
             )
-        elif len(cells) != 2:
-            on_error(location.error(f"found {len(cells)} columns; {expected}"))
-        elif key.split() != [key]:
-            on_error(location.error(f"the id is {key!r}; {expected}"))
         else:
-            yield location, key, cells[1]
-        first = False
+            yield location, cells[0], cells[1]
 
 
 def read_questions(path: Path, on_error: OnError = stop) -> Iterator[Question]:
     """Yield the questions of a DPR question CSV, with their answers."""
-    require_content(path, "a question")
-    for location, row in _rows(path, _QUESTION_ROW, on_error):
-        try:
-            if len(row) != 2:
-                raise location.error(f"found {len(row)} columns; each row needs {_QUESTION_ROW}")
-            if not row[0].strip():
-                raise location.error(f"the question is empty; each row needs {_QUESTION_ROW}")
-            question = Question(row[0], _answers(row[1], location))
-        except InputError as error:
-            on_error(error)
+    for location, row in rows_of_cells(path, "\t", on_error):
+        if len(row) != 2 or not row[0].strip():
+            on_error(
+                location.error(
+                    f"found {row}; each row needs two columns separated by a tab: a question, and "
+                    "a list of answers such as ['a', 'b']"
+                )
+            )
             continue
-        yield question
+        try:
+            # Python warns about strings such as '\d', but an answer may be a pattern
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                answers = ast.literal_eval(row[1])
+            if not isinstance(answers, list) or not answers:
+                raise ValueError(row[1])
+            yield Question(row[0], [require_utf8(answer, "") for answer in answers])
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            on_error(
+                location.error(
+                    f"the answers are {row[1][:80]!r}; they must be a list of strings such as "
+                    "['a', 'b']"
+                )
+            )
 
 
-def _answers(column: str, location: SourceLocation) -> list[str]:
-    try:
-        # Python warns about strings such as '\d', but an answer may be a pattern
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            answers = ast.literal_eval(column)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        answers = None
-    if (
-        not isinstance(answers, list)
-        or not answers
-        or not all(isinstance(each, str) for each in answers)
-    ):
-        raise location.error(
-            f"the answers are {column[:80]!r}; they must be a list of strings such as ['a', 'b']"
-        )
-    if "\\" in column:
-        refuse_lone_surrogates(answers, location)
-    return answers
-
-
-def _rows(
-    path: Path, expected: str, on_error: OnError
+def rows_of_cells(
+    path: Path, delimiter: str, on_error: OnError = stop
 ) -> Iterator[tuple[SourceLocation, list[str]]]:
-    """Yield the location (the first line) and the cells of each row of a file.
+    """Yield the location (the first line) and the cells of each row of a CSV or TSV file.
 
     A cell in quotes may have several lines. An unclosed quote ends the reading of the file.
     """
@@ -154,17 +119,13 @@ def _rows(
             locations.append(location)
             yield line + "\n"
 
-    rows = csv.reader(lines(), delimiter="\t", strict=True)
+    rows = csv.reader(lines(), delimiter=delimiter, strict=True)
     while True:
         locations.clear()
         try:
             row = next(rows, None)
         except csv.Error as error:
-            on_error(
-                locations[0].error(
-                    f"{error} (perhaps a quote is not closed); each row needs {expected}"
-                )
-            )
+            on_error(locations[0].error(f"{error}; perhaps a quote is not closed"))
             return
         if row is None:
             return

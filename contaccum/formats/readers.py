@@ -12,11 +12,13 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
 
 from contaccum.errors import InputError
 from contaccum.formats.dpr import dpr_corpus, id_text_lines
-from contaccum.formats.json_records import Record, id_field, json_records, string_field, title_field
+from contaccum.formats.json_records import json_records
 from contaccum.formats.records import (
     Example,
     Judgement,
@@ -27,21 +29,18 @@ from contaccum.formats.records import (
     first_character,
     ignore,
     numbered_lines,
-    require_content,
     stop,
 )
-from contaccum.formats.training import FORMATS, reader_of
+from contaccum.formats.training import FORMATS, TrainingKind
 
 Kind = Literal["beir", "dpr", "jsonl", "tevatron", "corpus", "queries", "questions"]
+Key = Annotated[str, Meta(min_length=1)] | int
 
 _PASSAGE = "a passage (an object with _id, title and text)"
 _QUERY = "a query (an object with _id and text)"
 _FILES = "JSON, a DPR corpus TSV, a question CSV, or lines with id, tab and text (MS MARCO)"
 _MSMARCO_NAMES = {"corpus.jsonl": "collection.tsv", "queries.jsonl": "queries.tsv"}
-_RECORDS = ", or ".join(
-    [*(FORMATS[kind].description for kind in ("jsonl", "tevatron", "dpr")), _PASSAGE]
-)
-_SAMPLE = 100  # number of records that are read to tell passages from queries
+_RECORDS = ", or ".join([*(form.description for form in FORMATS.values()), _PASSAGE])
 MAX_GRADE = 99_999  # trec_eval needs memory for every grade up to the largest
 _GRADE = re.compile(r" *[+-]?[0-9]{1,5} *")
 
@@ -58,12 +57,24 @@ def beir_file(folder: Path, name: str) -> Path:
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
     hint = ""
-    if any(folder.glob("*.csv")) or any(folder.glob("*.parquet")):
+    names = (path.name.lower().removesuffix(".gz") for path in folder.rglob("*"))
+    if any(name.endswith((".csv", ".parquet")) for name in names):
         hint = f'. To read its tables, give "hub:{folder}?query=COLUMN&pos=COLUMN"'
     raise InputError(
         f"{folder}: {name} not found; a BEIR folder has corpus.jsonl, queries.jsonl and "
         f"qrels/<split>.tsv{hint}"
     )
+
+
+class TextRecord(Struct):
+    """Query of queries.jsonl, or passage of corpus.jsonl."""
+
+    text: str
+    key: Key = field(name="_id")
+    title: str | None = ""
+
+    def passage(self) -> Passage:
+        return Passage(str(self.key), self.title or "", self.text)
 
 
 def numbered_corpus(
@@ -73,46 +84,35 @@ def numbered_corpus(
 
     The file is a BEIR corpus.jsonl, a DPR TSV or MS MARCO's collection.tsv.
     """
-    require_content(path, "a passage")
-    if _is_json(path):
-        yield from json_records(path, _PASSAGE, _passage, on_error)
-        return
-    refuse_id_table(path)
-    if _columns(path) == 2:
-        for location, key, text in id_text_lines(path, on_error):
-            yield location, Passage(key, "", text)
-    else:
-        yield from dpr_corpus(path, on_error)
-
-
-def _passage(record: Record, location: SourceLocation, number: int) -> Passage:
-    title = title_field(record, location)
-    text = string_field(record, "text", location)
-    return Passage(id_field(record, "_id", location), title, text)
+    if not is_json(path):
+        refuse_id_table(path)
+    if is_json(path) or len(_first_cells(path)) == 2:
+        return _texts(path, _PASSAGE, on_error)
+    return dpr_corpus(path, on_error)
 
 
 def numbered_queries(
     path: Path, on_error: OnError = stop
 ) -> Iterator[tuple[SourceLocation, Query]]:
     """Yield the location and the query of each record of queries.jsonl or queries.tsv."""
-    require_content(path, "a query")
-    queries: Iterator[tuple[SourceLocation, Query]]
-    if not _is_json(path) and _columns(path) == 2:
-        queries = (
-            (location, Query(key, text)) for location, key, text in id_text_lines(path, on_error)
-        )
-    else:
-        queries = json_records(path, _QUERY, _query, on_error)
-    for location, query in queries:
-        if query.text.strip():
-            yield location, query
+    for location, (key, _, text) in _texts(path, _QUERY, on_error):
+        if text.strip():
+            yield location, Query(key, text)
         else:
-            message = f"the text of query {query.id!r} is empty; every query needs a text"
+            message = f"the text of query {key!r} is empty; every query needs a text"
             on_error(location.error(message))
 
 
-def _query(record: Record, location: SourceLocation, number: int) -> Query:
-    return Query(id_field(record, "_id", location), string_field(record, "text", location))
+def _texts(
+    path: Path, expected: str, on_error: OnError
+) -> Iterator[tuple[SourceLocation, Passage]]:
+    """Yield the location and the content of each record of a file of ids and texts."""
+    if is_json(path):
+        for location, record in json_records(path, TextRecord, expected, on_error):
+            yield location, record.passage()
+    else:
+        for location, key, text in id_text_lines(path, on_error):
+            yield location, Passage(key, "", text)
 
 
 def read_qrels(path: Path, on_error: OnError = stop) -> Iterator[Judgement]:
@@ -120,32 +120,22 @@ def read_qrels(path: Path, on_error: OnError = stop) -> Iterator[Judgement]:
 
     The first line decides about the number of columns and the separator: tabs or white space.
     """
-    require_content(path, "a judgement")
     separator: str | None = None
     columns = 0
     for location, line in numbered_lines(path, on_error=on_error):
         is_first = not columns
         if is_first:
             separator = "\t" if line.count("\t") == 2 else None
-            columns = len(line.split(separator))
-            if columns not in (3, 4):
-                on_error(
-                    location.error(
-                        f"found {columns} columns; a line must have 3 columns (query-id, "
-                        "corpus-id, score), or TREC's 4 columns (query, iteration, passage, grade)"
-                    )
-                )
-                columns = 0
-                continue
         cells = line.split(separator)
-        if len(cells) != columns:
+        if len(cells) not in ((3, 4) if is_first else (columns,)):
             on_error(
                 location.error(
-                    f"found {len(cells)} columns; a line must have {columns} columns, as in the "
-                    "previous lines"
+                    f"found {len(cells)} columns; a line must have {columns or '3 or 4'} columns: "
+                    "query-id, corpus-id, score, or TREC's query, iteration, passage, grade"
                 )
             )
             continue
+        columns = len(cells)
         named = cells[0].lower().replace("_", "-") in ("query-id", "qid", "query")
         if is_first and named and not _GRADE.fullmatch(cells[-1]):
             continue  # a header
@@ -168,14 +158,14 @@ def grade_of(text: str, location: SourceLocation) -> int:
 
 
 def numbered_examples(
-    path: Path, on_error: OnError = stop, scores: bool = False
+    path: Path, on_error: OnError = stop
 ) -> Iterator[tuple[SourceLocation, Example]]:
     """Yield the location and the example of each record of a file of training examples.
 
     The file is a DPR JSON, a JSONL of query, pos and neg, or a Tevatron JSONL. A query without an
     id gets the id ``unnamed-query-N``; N is the number of the record. A passage without an id gets
-    a hash of its content as its id. With ``scores``, teacher scores are read: ``pos_scores`` and
-    ``neg_scores`` in JSONL (FlagEmbedding), or the ``score`` of each passage in Tevatron.
+    a hash of its content as its id. Teacher scores are ``pos_scores`` and ``neg_scores`` in JSONL
+    (FlagEmbedding), and the ``score`` of each passage in Tevatron.
     """
     kind = kind_of_data(path)
     if kind not in FORMATS:
@@ -183,17 +173,53 @@ def numbered_examples(
             f"{path}: is a {kind} file; training examples must be DPR JSON, Tevatron JSONL, or "
             "JSONL with query, pos and neg"
         )
-    return json_records(path, FORMATS[kind].description, reader_of(kind, scores), on_error)
+    form = FORMATS[kind]
+    records = json_records(path, form, form.description, on_error)
+    for number, (location, record) in enumerate(records, 1):
+        try:
+            example = record.example(number)
+        except ValueError as error:
+            on_error(location.error(str(error)))
+        else:
+            yield location, example
 
 
 def kind_of_data(path: Path) -> Kind:
-    """Detect the format of a folder or file. The first valid record or line of a file decides."""
+    """Detect the format of a folder or file. The first record or line of a file decides.
+
+    JSON records are examples if they have the fields of a format of examples. Other records, and
+    lines with two columns (MS MARCO), are ids and texts: queries if the name of the file contains
+    ``quer``, otherwise passages. Two columns are DPR's questions if the file is a .csv file, or if
+    the first line looks like a question and its answers: the first cell is not an id (it is empty
+    or contains white space), or the second cell starts like a list. Three columns are a DPR corpus.
+    """
     if os.path.isdir(path):
         beir_file(path, "corpus.jsonl")  # raises an error for other folders
         return "beir"
-    if _is_json(path):
-        return _kind_of_records(path)
-    return _kind_of_table(path)
+    name = path.name.lower()
+    texts: Kind = "queries" if "quer" in name else "corpus"
+    if is_json(path):
+        for location, record in json_records(path, dict[str, Any], _RECORDS):
+            return kind_of_record(record, location) or texts
+        raise InputError(f"{path}: is empty; a record must be {_RECORDS}")
+    cells = _first_cells(path)
+    if not cells:
+        raise InputError(f"{path}: is empty; it must contain {_FILES}")
+    if len(cells) not in (2, 3):
+        hint = ""
+        if ".csv" in name or ".tsv" in name:
+            delimiter = "," if ".csv" in name else "\t"
+            header = next(csv.reader(["\t".join(cells)], delimiter=delimiter))
+            hint = f". To read other columns, give {column_form(str(path), header)}"
+        raise InputError(
+            f"{path}:1: found {len(cells)} columns; the file must contain {_FILES}{hint}"
+        )
+    if len(cells) == 2:
+        is_id = cells[0].split() == [cells[0]] and not cells[1].startswith(("[", '"['))
+        if not is_id or ".csv" in name:
+            return "questions"
+    refuse_id_table(path)
+    return "corpus" if len(cells) == 3 else texts
 
 
 def refuse_id_table(path: Path) -> None:
@@ -202,7 +228,7 @@ def refuse_id_table(path: Path) -> None:
     A table of passages has texts. In a table of ids, every other cell of the first lines is one
     word with a digit.
     """
-    lines = islice(numbered_lines(path, on_error=ignore), _SAMPLE)
+    lines = islice(numbered_lines(path, on_error=ignore), 100)
     rows = [line.split("\t") for _, line in lines]
     cells = [cell for row in rows for cell in row[1:]]
     if cells and all(re.fullmatch(r"\S*\d\S*", cell) for cell in cells):
@@ -243,105 +269,28 @@ def quoted_column(name: str) -> str:
     return re.sub("[%&,]", lambda found: f"%{ord(found[0]):02X}", name)
 
 
-def _is_json(path: Path) -> bool:
+def is_json(path: Path) -> bool:
     return first_character(path) in ("{", "[")
 
 
-def kind_of_record(record: Record, location: SourceLocation, number: int = 1) -> Kind:
-    """Detect the format of a file from the fields of one record."""
+def kind_of_record(record: dict[str, Any], location: SourceLocation) -> TrainingKind | None:
+    """Detect the format of training examples from the fields of one record.
+
+    Return None for a passage or a query.
+    """
     for kind, form in FORMATS.items():
         if form.field in record:
             return kind
-    if "title" in record:
-        return "corpus"
-    if "_id" in record:
-        return "queries"
-    if not record:
-        raise location.error(f"found an empty object; a record must be {_RECORDS}")
+    if "_id" in record or "title" in record:
+        return None
     raise location.error(
-        f"found fields {', '.join(map(repr, list(record)[:8]))}; a record must be {_RECORDS}. To "
-        f"read other fields, give {column_form(str(location.path), list(record))}"
+        f"found fields {', '.join(map(repr, list(record)[:8])) or 'none'}; a record must be "
+        f"{_RECORDS}. To read other fields, give {column_form(str(location.path), list(record))}"
     )
 
 
-def _kind_of_records(path: Path) -> Kind:
-    """Detect the format of a file of JSON records.
-
-    Records with _id and text can be passages or queries. If the file is named corpus.jsonl or
-    queries.jsonl, the name decides. Under any other name, the records are passages if one of the
-    first records has a title, otherwise queries.
-    """
-    errors = _FirstErrors()
-    first = next(json_records(path, _RECORDS, kind_of_record, errors), None)
-    if first is None:
-        raise errors.first or InputError(f"{path}: is empty; a record must be {_RECORDS}")
-    kind = first[1]
-    if kind not in ("corpus", "queries"):
-        return kind
-    name = path.name.lower().removesuffix(".gz")
-    if name == "corpus.jsonl":
-        return "corpus"
-    if name == "queries.jsonl":
-        return "queries"
-    sample = islice(json_records(path, _RECORDS, kind_of_record, ignore), _SAMPLE)
-    return "corpus" if any(kind == "corpus" for _, kind in sample) else "queries"
-
-
-def _kind_of_table(path: Path) -> Kind:
-    """Detect the format of a file with columns from its first line.
-
-    A file with three columns is a DPR corpus. A file with two columns has DPR questions if it is a
-    .csv file, or if its first line looks like a question and its answers: the first cell is not an
-    id (it is empty or contains white space), or the second cell starts like a list. Other files
-    with two columns have ids and texts (MS MARCO): queries if the file name contains ``quer``,
-    otherwise passages.
-    """
-    errors = _FirstErrors()
-    cells = _first_cells(path, errors)
-    if not cells:
-        raise errors.first or InputError(f"{path}: is empty; it must contain {_FILES}")
-    is_csv = ".csv" in path.name.lower()
-    if len(cells) == 3:
-        refuse_id_table(path)
-        return "corpus"
-    if len(cells) != 2:
-        hint = ""
-        if is_csv or path.name.lower().endswith(".tsv"):
-            header = next(csv.reader(["\t".join(cells)], delimiter="," if is_csv else "\t"))
-            hint = f". To read other columns, give {column_form(str(path), header)}"
-        raise InputError(
-            f"{path}:1: found {len(cells)} columns; the file must contain {_FILES}{hint}"
-        )
-    is_question = cells[0].split() != [cells[0]] or cells[1].startswith(("[", '"['))
-    if is_question or is_csv:
-        return "questions"
-    refuse_id_table(path)
-    return "queries" if "quer" in path.name.lower() else "corpus"
-
-
-def _columns(path: Path) -> int:
-    return len(_first_cells(path, _FirstErrors()))
-
-
-def _first_cells(path: Path, on_error: OnError) -> list[str]:
-    """Return the cells of the first valid line, or an empty list if the file has none."""
-    for _, line in numbered_lines(path, on_error=on_error):
+def _first_cells(path: Path) -> list[str]:
+    """Return the cells of the first line, or an empty list if the file is empty."""
+    for _, line in numbered_lines(path):
         return line.split("\t")
     return []
-
-
-class _FirstErrors:
-    """Skip up to 100 invalid records, which the reader of the format will report.
-
-    Raise the next.
-    """
-
-    def __init__(self) -> None:
-        self.first: InputError | None = None
-        self._count = 0
-
-    def __call__(self, error: InputError) -> None:
-        self.first = self.first or error
-        self._count += 1
-        if self._count > _SAMPLE:
-            raise self.first

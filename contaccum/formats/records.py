@@ -11,7 +11,6 @@ record.
 import gzip
 import hashlib
 import io
-import json
 import os
 import re
 import stat
@@ -21,15 +20,16 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+import msgspec
+
 from contaccum.errors import InputError
 from contaccum.runtime.files import refuse_url, whole_file
 
-READER_VERSION = 12
+READER_VERSION = 13
 """Part of the key of every cached table. Increase it if a reader changes what it reads from a file:
 the tables are then built again."""
 
 CHUNK = 1 << 20  # number of bytes that are read at a time
-MAX_LINE = 1 << 24  # maximum number of bytes of one line or record
 _BOM = b"\xef\xbb\xbf"
 _SPACE = " \t\r\v\f"  # other white space, such as U+2028, is text
 _GZIP = b"\x1f\x8b"
@@ -43,7 +43,7 @@ def stop(error: InputError) -> None:
 
 
 def ignore(error: InputError) -> None:
-    """Skip an invalid record, because it has been reported before."""
+    """Skip an invalid record, which the reader of the format reports."""
 
 
 class Passage(NamedTuple):
@@ -125,30 +125,24 @@ def content_id(title: str, text: str) -> str:
 
 
 class SourceLocation(NamedTuple):
-    """Location of a record or a field in an input file. Lines and records are numbered from 1.
+    """Location of a record in an input file. Lines and records are numbered from 1.
 
-    In a file with one record per line, ``line`` identifies the record, and ``record`` is 0.
+    In a file with one record per line, ``line`` identifies the record, and ``record`` is 0. In a
+    Parquet file, ``record`` is the number of the row, and ``line`` is 0.
     """
 
     path: Path
     line: int
     record: int = 0
-    field: str = ""
 
     def __str__(self) -> str:
-        record = f" (record {self.record})" if self.record else ""
-        return f"{self.path}:{self.line}{record}" + (f", {self.field}" if self.field else "")
+        if not self.line:
+            return f"{self.path}, row {self.record}"
+        return f"{self.path}:{self.line}" + (f" (record {self.record})" if self.record else "")
 
     def error(self, message: str) -> InputError:
         """Return an InputError with this location before ``message``."""
         return InputError(f"{self}: {message}")
-
-
-class RowLocation(SourceLocation):
-    """Location of a row in a Parquet or CSV file, for error messages."""
-
-    def __str__(self) -> str:
-        return f"{self.path}, row {self.line}"
 
 
 @contextmanager
@@ -189,18 +183,7 @@ def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
 def first_character(path: Path) -> str:
     """Return the first character that is not white space in a file, or "" if there is none."""
     with open_bytes(path) as file:
-        for _ in range(
-            0, MAX_LINE, CHUNK
-        ):  # stop after MAX_LINE, because a file may have only spaces
-            if text := file.read(CHUNK).decode("utf-8", errors="replace").lstrip(_SPACE + "\n"):
-                return text[0]
-    return ""
-
-
-def require_content(path: Path, expected: str) -> None:
-    """Raise InputError if a file is empty."""
-    if not first_character(path):
-        raise InputError(f"{path}: is empty; it must have at least {expected}")
+        return file.read(CHUNK).decode("utf-8", errors="replace").lstrip(_SPACE + "\n")[:1]
 
 
 def numbered_lines(
@@ -211,19 +194,8 @@ def numbered_lines(
     Blank lines are skipped, unless ``blank`` is true.
     """
     with open_bytes(path) as file:
-        number = 0
-        while raw := file.readline(MAX_LINE + 1):
-            number += 1
+        for number, raw in enumerate(file, 1):
             location = SourceLocation(path, number)
-            if len(raw) > MAX_LINE:
-                on_error(
-                    location.error(
-                        f"the line has more than {MAX_LINE} bytes; longer lines are not read"
-                    )
-                )
-                while raw and not raw.endswith(b"\n"):  # skip the rest of the line
-                    raw = file.readline(MAX_LINE + 1)
-                continue
             try:
                 line = raw.decode("utf-8")
             except UnicodeDecodeError as error:
@@ -265,8 +237,9 @@ def whole_records(path: str | Path) -> Iterator[BinaryIO]:
             yield cast(Any, records)
 
 
-def record_line(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record, ensure_ascii=False).encode("utf-8") + b"\n"
+def record_line(record: object) -> bytes:
+    """Return a mapping or a struct as one line of JSON."""
+    return msgspec.json.encode(record) + b"\n"
 
 
 def write_beir_folder(

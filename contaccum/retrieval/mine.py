@@ -19,8 +19,8 @@ from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, Sea
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.identity import text_hash
 from contaccum.errors import InputError
-from contaccum.formats.records import Passage, TeacherScores, record_line, whole_records
-from contaccum.formats.training import TrainingKind, example_record, framed
+from contaccum.formats.records import Passage, TeacherScores, whole_records
+from contaccum.formats.training import TrainingKind, example_line, framed
 from contaccum.retrieval.encode import Texts, load_encoder_of, passage_vectors
 from contaccum.retrieval.negatives import CrossEncoder, MiningQueries, select_negatives
 from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, Retriever, index_settings
@@ -81,10 +81,10 @@ def mine_part(
         selected = select_negatives(scores, positive_scores, settings, start + number)
         teacher = TeacherScores(positive_scores.tolist(), scores[selected.indices].tolist())
         negatives = [candidates[position] for position in selected.indices]
-        record = example_record(example._replace(negatives=negatives, scores=teacher), to)
+        line = example_line(example._replace(negatives=negatives, scores=teacher), to)
         results.append(
             {
-                "line": record_line(record).decode(),
+                "line": line.decode(),
                 "removed": removed | selected.removed,
                 "positive": min(teacher.positives),
                 "negatives": teacher.negatives,

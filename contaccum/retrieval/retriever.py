@@ -338,6 +338,6 @@ def look(
     """
     with group.main_first():
         dataset = open_dataset(data, split, policy)
-        corpus = dataset.corpus if dataset.path.is_dir() else dataset.searchable_set.corpus
+        corpus = dataset.corpus
     run = Retriever.open(model, corpus, settings, group).search({"query": query}, k)
     return read_passages(corpus, run["query"])

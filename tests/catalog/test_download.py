@@ -118,7 +118,6 @@ def test_one_forum_of_cqadupstack(server, tmp_path):
     ("name", "words"),
     [
         ("scifacts", "no folder or data set has this name; expected a path, one of arguana, "),
-        ("robust04", "licence forbids the download"),
         ("cqadupstack/cooking", "not a data set; expected cqadupstack/ and one of"),
         ("scifact/..", "scifact/..: not a data set; scifact has no parts"),
     ],
@@ -173,10 +172,8 @@ REST = (
 )
 
 
-@pytest.mark.parametrize("answer", ["rest", "other file", "error", "cut rest"])
-def test_a_broken_download_is_resumed_only_with_the_rest_of_the_same_file(
-    answer, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("answer", ["rest", "whole file", "error", "cut rest"])
+def test_a_broken_download_is_resumed(answer, tmp_path, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(download, "_CHUNK", 16)  # a chunk that the connection cuts is lost
     data = bytes(range(256)) * 4
@@ -185,26 +182,30 @@ def test_a_broken_download_is_resumed_only_with_the_rest_of_the_same_file(
     rest = REST % (b"one", len(data) - half, half, len(data) - 1, len(data))
     second = {
         "rest": rest + data[half:],
-        "other file": REST % (b"two", len(data) - half, half, len(data) - 1, len(data))
-        + bytes(len(data) - half),
+        "whole file": whole,  # the server has another file by now
         "error": b"HTTP/1.1 416 Range Not Satisfiable\r\nContent-Length: 0\r\nConnection: "
         b"close\r\n\r\n",
         "cut rest": rest + data[half:-16],
     }[answer]
-    with scripted(WHOLE % len(data) + data[:half], whole, second) as (url, seen):
+    answers = [WHOLE % len(data) + data[:half], second]
+    if answer == "error":
+        answers.append(whole)
+    with scripted(*answers) as (url, seen):
         with pytest.raises(InputError, match="cannot be downloaded"):
             dpr_file("nq-train", cache, base_url=url)
-        (part,) = cache.iterdir()
-        assert (part.suffix, part.read_bytes()) == (".unfinished", data[:half])
-        if answer == "cut rest":
+        part = cache / ".biencoder-nq-train.json.gz.unfinished"
+        assert part.read_bytes() == data[:half]
+        if answer in ("cut rest", "error"):
             with pytest.raises(InputError, match="cannot be downloaded"):
                 dpr_file("nq-train", cache, base_url=url)
-            assert part.read_bytes() == data[:-16]
-            assert list(cache.iterdir()) == [part]
-        else:
+            assert answer == "error" or part.read_bytes() == data[:-16]
+        if answer != "cut rest":
             assert dpr_file("nq-train", cache, base_url=url).read_bytes() == data
             assert left(cache) == ["biencoder-nq-train.json.gz"]
-    assert [b"Range: bytes=%d-" % half in request for request in seen] == [False, False, True]
+    assert b"Range" not in seen[0]
+    assert b"Range: bytes=%d-" % half in seen[1]
+    assert b'If-Range: "one"' in seen[1]
+    assert answer != "error" or b"Range" not in seen[2]
 
 
 def test_what_a_process_killed_while_unpacking_left_is_swept(server, tmp_path):
@@ -212,7 +213,7 @@ def test_what_a_process_killed_while_unpacking_left_is_swept(server, tmp_path):
     call = (
         "import os, signal, sys\n"
         "from contaccum.catalog import download\n"
-        "download.zipfile.ZipFile.extract = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "download.zipfile.ZipFile.extractall = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "download.beir_folder('nq', sys.argv[1], base_url=sys.argv[2], md5=sys.argv[3])\n"
     )
     assert (

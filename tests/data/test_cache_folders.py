@@ -1,5 +1,4 @@
-"""Folders of the cache: damaged ones and those of another version; and what a killed conversion
-leaves."""
+"""Folders of the cache of another version, and what a killed conversion leaves."""
 
 import json
 import os
@@ -9,11 +8,10 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from helpers import open_corpus, open_train_set, tiny_encoder, write_beir
+from helpers import open_corpus, open_train_set, write_beir
 from processes import python
 
 from contaccum.cli import main
-from contaccum.data.tables import build_token_table
 from contaccum.data.train_set import TrainSet
 from contaccum.runtime.files import _temporary_path, is_leftover
 
@@ -41,47 +39,6 @@ def reread(tmp_path: Path, kind: str) -> Dataset | TrainSet:
     )
 
 
-def rows(read: Dataset | TrainSet) -> list[object]:
-    """Return the passages of a corpus, or each example's query with its texts."""
-    if isinstance(read, Dataset):
-        return list(read)
-    passages, lists = read.passages["text"], (read.positives, read.negatives)
-    return [
-        (query, [[passages[row] for row in part.row(number)] for part in lists])
-        for number, query in enumerate(read.queries["text"])
-    ]
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-9])
-
-
-DAMAGES = [cut, Path.unlink]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize(
-    ("kind", "file"),
-    [
-        ("corpus", "passages.arrow"),
-        ("examples", "positives_values.npy"),
-        ("examples", "passages.arrow"),
-    ],
-)
-def test_damaged_tables_are_built_again(kind, file, damage, tmp_path):
-    folder = opened(tmp_path, kind)
-    written = rows(reread(tmp_path, kind))
-    stamp = (folder / file).stat().st_mtime_ns
-    assert rows(reread(tmp_path, kind)) == written
-    # negative control: a sound table is used again
-    assert (folder / file).stat().st_mtime_ns == stamp
-    damage(folder / file)
-    with pytest.warns(
-        UserWarning, match=f"{folder.name}: the cached tables are damaged and are built again"
-    ):
-        assert rows(reread(tmp_path, kind)) == written
-
-
 @pytest.mark.parametrize("kind", ["corpus", "examples"])
 def test_tables_of_another_version_are_built_again_in_silence(kind, tmp_path, monkeypatch):
     folder = opened(tmp_path, kind)
@@ -90,26 +47,6 @@ def test_tables_of_another_version_are_built_again_in_silence(kind, tmp_path, mo
         warnings.simplefilter("error")
         reread(tmp_path, kind)
     assert len(list(folder.parent.iterdir())) == 2
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("file", ["tokens.bin", "about.json"])
-def test_damaged_token_tables_are_made_again(file, damage, tmp_path):
-    tokenizer = tiny_encoder().query_tower.tokenizer
-    texts = Dataset.from_dict({"text": [f"word {number}" for number in range(9)]})
-
-    def token_ids() -> list[list[int]]:
-        table = build_token_table(texts, ["text"], tokenizer, max_length=8, fingerprint="x")
-        return [row.tolist() for row in table.rows(range(9))]
-
-    sound = token_ids()
-    (folder,) = (tmp_path / "cache" / "tokens").iterdir()
-    stamp = (folder / file).stat().st_mtime_ns
-    assert token_ids() == sound
-    assert (folder / file).stat().st_mtime_ns == stamp  # negative control
-    damage(folder / file)
-    with pytest.warns(UserWarning, match="the cached tables are damaged and are built again"):
-        assert token_ids() == sound
 
 
 KILLED = """

@@ -168,7 +168,7 @@ def scored_lines(folder):
 
 
 def scores_of(path):
-    return {example.query.id: example.scores for _, example in numbered_examples(path, scores=True)}
+    return {example.query.id: example.scores for _, example in numbered_examples(path)}
 
 
 def test_teacher_scores_stay_with_their_passages(tmp_path):
@@ -179,7 +179,7 @@ def test_teacher_scores_stay_with_their_passages(tmp_path):
         convert(source, tmp_path / form, form)
         convert(tmp_path / form, tmp_path / f"{form}-{then}", then)
         assert scores_of(tmp_path / form) == scores_of(tmp_path / f"{form}-{then}") == expected
-    assert b'"neg_scores": [0.1, -30000000000.0]' in (tmp_path / "jsonl").read_bytes()
+    assert b'"neg_scores":[0.1,-30000000000.0]' in (tmp_path / "jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("form", ["beir", "dpr"])

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from helpers import open_train_set
+from helpers import open_train_set, ragged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_data import beir, context, dpr, lines, write
@@ -32,8 +32,8 @@ def numbers(positives: list[list[int]], negatives: list[list[int]], passages: in
         range(passages),
         np.arange(len(positives)),
         np.arange(passages),
-        Ragged.of(positives),
-        Ragged.of(negatives),
+        ragged(positives),
+        ragged(negatives),
         "",
     )
 

@@ -24,10 +24,6 @@ def refusal(read, path) -> str:
     return sentence
 
 
-def as_it_is(record, place, number):
-    return record
-
-
 # BEIR
 
 
@@ -113,7 +109,14 @@ def test_dpr_examples_are_read_from_a_list_and_from_lines(tmp_path):
 
 VALUES = st.dictionaries(
     st.text(max_size=5),
-    st.recursive(st.text() | st.booleans() | st.floats() | st.integers(), st.lists, max_leaves=5),
+    st.recursive(
+        st.text()
+        | st.booleans()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.integers(),
+        st.lists,
+        max_leaves=5,
+    ),
 )
 
 
@@ -126,7 +129,7 @@ def test_json_list_equals_json_loads_for_any_window_size(
 ):
     monkeypatch.setattr("contaccum.formats.json_records.CHUNK", window)
     path = write(tmp_path / "t.json", json.dumps(records, indent=indent, ensure_ascii=True))
-    found = [record for _, record in json_records(path, "things", as_it_is)]
+    found = [record for _, record in json_records(path, dict, "things")]
     assert json.dumps(found) == json.dumps(records)
 
 
@@ -160,7 +163,7 @@ def test_tevatron_examples_are_read(tmp_path):
     assert example.negatives == [Passage("d2", "", "b")]
     bad = {**record, "negative_passages": [{"docid": "d2"}]}
     sentence = refusal(read_examples, write(tmp_path / "t.jsonl", lines(bad)))
-    assert "negative_passages[0]" in sentence
+    assert "negative_passages" in sentence
 
 
 # telling formats apart

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from helpers import open_train_set, read_examples
+from helpers import open_train_set
 from tiny_data import beir, context, dpr, lines, write
 
 from contaccum.config import DataConfig, MixtureConfig
@@ -64,13 +64,12 @@ def written(folder, form="jsonl", count=6, first=0, name="train.jsonl"):
 
 
 @pytest.mark.parametrize("form", ["jsonl", "tevatron"])
-def test_scores_of_both_formats_are_read_on_request(form, tmp_path):
+def test_scores_of_both_formats_are_read(form, tmp_path):
     path = written(tmp_path, form)
-    found = [example.scores for _, example in numbered_examples(path, scores=True)]
+    found = [example.scores for _, example in numbered_examples(path)]
     assert found[3] == TeacherScores([330], [335, 336, 337])
     assert found[0] == TeacherScores([0], [])
     assert found[4] is None
-    assert all(example.scores is None for example in read_examples(path))
 
 
 def check(train_set, hard: int, batches: str = "mixed", steps: int = 12) -> int:

@@ -3,16 +3,17 @@
 import json
 import subprocess
 import sys
-from array import array
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers import load_examples, open_corpus, open_retrieval_set
 from processes import python
 from tiny_data import beir, context, dpr, lines, write, write_gzip
 
 from contaccum.data import corpus as corpus_module
-from contaccum.data.corpus import find_rows, repeated_ids
+from contaccum.data.corpus import find_rows
+from contaccum.data.tables import Ragged
 from contaccum.errors import InputError
 from contaccum.runtime.cache import cached_folder
 from contaccum.runtime.files import cache_folder
@@ -82,13 +83,6 @@ def test_repair_keeps_the_last_duplicate_and_empty_texts(tmp_path):
     assert list(zip(corpus["id"], corpus["text"], strict=True)) == [("b", ""), ("a", "z")]
 
 
-def test_hash_collisions_are_not_duplicates():
-    ids = [(1, "a"), (2, "b"), (3, "c"), (5, "b")]
-    assert repeated_ids(array("q", [7, 7, 7, 7]), iter(ids)) == {"b": [2, 5]}
-    assert repeated_ids(array("q", [7, 7, 7]), iter(ids[:3])) == {}
-    assert repeated_ids(array("q", [1, 2, 3, 2]), iter(ids)) == {"b": [2, 5]}
-
-
 def test_find_rows_searches_all_batches(tmp_path):
     corpus = open_corpus(
         write(tmp_path / "c.jsonl", lines(*(passage(f"k{n}") for n in range(11_000))))
@@ -144,6 +138,16 @@ def test_examples_make_a_retrieval_set(tmp_path):
     assert found.corpus["id"][:] == ["1", "3", "4"]
     assert found.queries == {"unnamed-query-1": "one?", "unnamed-query-2": "two?"}
     assert found.qrels == {"unnamed-query-1": {"1": 1}, "unnamed-query-2": {"3": 1}}
+
+
+def test_ragged_returns_the_packed_lists():
+    packed = Ragged.grouped(np.array([2, 0, 0, 0]), np.array([9, 5, 3, 5]), 3)
+    assert [packed.row(n).tolist() for n in range(len(packed))] == [[5, 3], [], [9]]
+    assert packed.lengths.tolist() == [2, 0, 1]
+    assert packed.owners.tolist() == [0, 0, 2]
+    assert packed.renumbered(np.array([3, 5, 9])).values.tolist() == [1, 0, 2]
+    part = packed.take(np.array([2, 0]), np.array([1, 1]))
+    assert [part.row(n).tolist() for n in range(2)] == [[9], [5]]
 
 
 BUILD = """
