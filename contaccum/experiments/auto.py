@@ -539,7 +539,7 @@ class Pace:
     eval_steps: int = 0  # steps between dev evaluations; 0: only after the last step
     after: float = 0.0  # expected seconds from the last dev evaluation to the end
     slower: float = 1.0  # seconds of the last dev evaluation / expected seconds
-    report: Callable[[Training], None] | None = None  # called when steps change, and once a minute
+    report: Callable[[Training], None] | None = None  # called once a minute
     steps: list[float] = field(default_factory=list)  # seconds of each step so far
     last: float | None = None  # end of the last step
     reported: float = field(default_factory=time.monotonic)
@@ -553,22 +553,35 @@ class Pace:
         if len(self.steps) >= 2:
             # a median, because some steps include an evaluation or a checkpoint
             step = statistics.median(self.steps[-20:])
-            if self.eval_steps and self.evaluation and training.done % self.eval_steps == 1:
+            if self.evaluation and training.evaluated == training.done - 1:
                 # the dev evaluation before this step shows whether the machine is slower now
                 self.slower = max(1.0, (self.steps[-1] - step) / self.evaluation)
-            every = self.eval_steps or planned
-            evaluations = -(-planned // every) - training.done // every
-            reserved = self.slower * (evaluations * self.evaluation + self.after)
-            left = self.end - now - reserved
-            total = min(self.most, training.done + max(0, int(left / step)))
+            total = self._affordable(training.done, now, step)
             # a small change is not worth a jump of the learning rate, except near the end
             if abs(total - planned) > 0.05 * planned or total < planned <= training.done + 20:
                 training.set_total(total)
         elif now >= self.end - self.after:
             training.set_total(training.done)
-        if self.report and (training.total != planned or now - self.reported > REPORT_SECONDS):
+        if self.report and now - self.reported > REPORT_SECONDS:
             self.reported = now
             self.report(training)
+
+    def _affordable(self, done: int, now: float, step: float) -> int:
+        """Return the largest total number of steps that ends in time, with its evaluations.
+
+        done: number of finished steps. step: seconds of a step.
+        """
+        left = self.end - now - self.slower * (self.evaluation + self.after)
+        total = min(self.most, done + max(0, int(left / step)))
+        every = self.eval_steps
+        while every and total > done:
+            # those before the last one, perhaps after this step; none is made less than half an
+            # interval before the end
+            others = max(0, int(total / every - 0.5) - (done - 1) // every)
+            if (total - done) * step + self.slower * others * self.evaluation <= left:
+                break
+            total -= 1
+        return total
 
 
 def sample(passages: Dataset) -> list[str]:

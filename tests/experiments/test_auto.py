@@ -175,10 +175,12 @@ class SteadyRun:
     """Training run on a clock that only the steps move."""
 
     def __init__(self, clock, total):
-        self.clock, self.total, self.done, self.best = clock, total, 0, {}
+        self.clock, self.total, self.done, self.evaluated = clock, total, 0, 0
+        self.totals = []  # all changes
 
     def set_total(self, total):
         self.total = max(self.done, total)
+        self.totals.append(self.total)
 
     def run(self, pace, seconds, slower=1.0):
         """Take all steps, and evaluate when it is due. seconds: function from a step to its
@@ -187,9 +189,11 @@ class SteadyRun:
             self.clock[0] += seconds(self.done)
             self.done += 1
             pace(self)
-            last = self.done == self.total
-            if last or (pace.eval_steps and self.done % pace.eval_steps == 0):
+            left = self.total - self.done
+            due = pace.eval_steps and self.done % pace.eval_steps == 0
+            if left == 0 or (due and left >= pace.eval_steps / 2):
                 self.clock[0] += slower * pace.evaluation
+                self.evaluated = self.done
 
 
 @pytest.mark.parametrize(
@@ -208,6 +212,19 @@ def test_a_run_ends_at_its_deadline(monkeypatch, seconds, steps):
     run.run(auto.Pace(end=100.0, most=200), seconds)
     assert clock[0] <= 104
     assert run.done == pytest.approx(steps, rel=0.1)
+
+
+def test_the_number_of_steps_does_not_change_to_and_fro(monkeypatch):
+    """With an evaluation after step 70 there is time for 100 steps, without it for 120.
+
+    None is made less than 35 steps before the end, so 104 steps are the most until step 70.
+    """
+    clock = [0.0]
+    set_clock(monkeypatch, clock)
+    run = SteadyRun(clock, 115)
+    run.run(auto.Pace(140.0, 200, evaluation=20.0, eval_steps=70), lambda _: 1.0)
+    assert run.totals == [104, 120]
+    assert clock[0] <= 142
 
 
 @pytest.mark.parametrize("slower", [1.0, 2.0])
