@@ -22,6 +22,8 @@ LONGEST_FILES = (
     "test_auto.py",
     "test_sharding.py",
     "test_compare.py",
+    "test_faults.py",
+    "test_study_scripts.py",
     "test_documented.py",
 )
 """Files whose acceptance tests take minutes. They start first, so that neither process waits for
@@ -52,6 +54,14 @@ def fresh_accelerate():
     yield
     if "accelerate" in sys.modules:
         sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """A small BEIR folder."""
+    from helpers import write_beir  # torch, which tests of files and imports do not need
+
+    return write_beir(tmp_path / "data")
 
 
 @pytest.fixture

@@ -21,11 +21,6 @@ from contaccum.config.declare import default_of
 
 
 @pytest.fixture
-def data(tmp_path):
-    return write_beir(tmp_path / "data")
-
-
-@pytest.fixture
 def run(data, tmp_path):
     train(train_config(data, tmp_path / "run", **{"optim.max_steps": 12}))
     return tmp_path / "run"
@@ -154,16 +149,6 @@ def test_form_backend_and_index_of_a_search_reach_it_from_the_command_line(
     )
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "other.trec").exists()
-
-
-def test_one_query_prints_its_best_passages(data, run, capsys):
-    code, out, _ = call(
-        capsys, "search", "--model", run / "model", "--data", data,
-        "--query", "where is the red fox of valley 0", "--k", 3,
-    )  # fmt: skip
-    assert code == 0
-    assert [line.split()[0] for line in out.splitlines()[::2]] == ["1", "2", "3"]
-    assert all("lives in valley" in line for line in out.splitlines()[1::2])
 
 
 @pytest.mark.filterwarnings("always::UserWarning")

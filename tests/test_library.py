@@ -5,8 +5,7 @@ import json
 import warnings
 
 import numpy as np
-import pytest
-from helpers import tiny_encoder, write_beir
+from helpers import tiny_encoder
 
 from contaccum import (
     Retriever,
@@ -20,11 +19,6 @@ from contaccum import (
 )
 from contaccum.cli import main
 from contaccum.data.dataset import open_dataset
-
-
-@pytest.fixture
-def data(tmp_path):
-    return write_beir(tmp_path / "data")
 
 
 def test_every_function_accepts_paths(data, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from helpers import open_train_set
 from tiny_data import beir
 
-from contaccum.batch import MISSING, NO_PASSAGE
+from contaccum.batch import MISSING, NO_PASSAGE, RowIds
 from contaccum.data.batches import Batches, BatchForm
 from contaccum.data.sampler import StepSampler
 from contaccum.runtime.prefetch import prefetch
@@ -88,6 +88,20 @@ def test_one_process_gets_the_steps_rows_in_order(parts):
         ):
             known = train_set.positives.row(query).tolist()
             assert positives == known + [NO_PASSAGE] * (len(positives) - len(known))
+
+
+def test_micro_batches_of_a_step_can_be_merged(tmp_path):
+    """Their queries have different numbers of positives."""
+    qrels = "".join(
+        f"q{n}\tp{n + more}\t1\n" for n in range(8) for more in range(3 if n == 5 else 1)
+    )
+    train_set = open_train_set(beir(tmp_path, qrels, passages=12, queries=8))
+    sampler = StepSampler(train_set, seed=1, global_batch_size=8, hard_negatives=0)
+    tables = Rows(len(train_set.queries)), Rows(len(train_set.passages))
+    micro_batches = Batches(train_set, sampler, *tables, BatchForm(2)).step(0)
+    merged = RowIds.merge([each.ids for each in micro_batches], torch.cat)
+    assert merged.positives.shape == (8, 3)
+    assert (merged.positives != NO_PASSAGE).sum(1).sort().values.tolist() == [1] * 7 + [3]
 
 
 def test_processes_divide_each_micro_batch_and_know_all_ids(parts):

@@ -1,6 +1,5 @@
 """Round trips between the formats, and refused conversions."""
 
-import gzip
 import itertools
 import json
 import re
@@ -34,17 +33,6 @@ def meaning(path, split="train"):
         )
         for example in read_examples(path)
     }
-
-
-@pytest.mark.parametrize("form", ["dpr", "jsonl", "tevatron"])
-def test_a_target_with_the_ending_gz_is_gzipped(tmp_path, form):
-    """The file once had plain text under a .gz name."""
-    for name in ("plain", "packed.gz", "again.gz"):
-        convert(beir(tmp_path / f"source-{name}"), tmp_path / name, form)
-    assert (
-        gzip.decompress((tmp_path / "packed.gz").read_bytes()) == (tmp_path / "plain").read_bytes()
-    )
-    assert (tmp_path / "packed.gz").read_bytes() == (tmp_path / "again.gz").read_bytes()
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(FORMS, 2)))
@@ -121,9 +109,6 @@ def test_a_split_with_a_share_of_zero_is_not_written(tmp_path):
     ("splits", "form", "said"),
     [
         ("0.8,0.1", "beir", "--splits 0.8,0.1: expected the shares of train, dev and test"),
-        ("0.8,0.1,0.2", "beir", "three numbers that add up to 1"),
-        ("1.1,-0.1,0", "beir", "three numbers that add up to 1"),
-        ("8,one,1", "beir", "three numbers that add up to 1"),
         ("nan,0.5,0.5", "beir", "three numbers that add up to 1"),
         ("0.8,0.1,0.1", "jsonl", "was given with --to jsonl; it needs --to beir"),
         ("0.9,0.1,0", "beir", "has 3 different queries, too few for a split dev"),
@@ -133,20 +118,6 @@ def test_splits_that_cannot_be_made_are_refused(tmp_path, splits, form, said):
     with pytest.raises(InputError, match=re.escape(said)):
         convert(beir(tmp_path / "s"), tmp_path / "t", form, splits=splits)
     assert not (tmp_path / "t").exists()
-
-
-def test_a_non_empty_target_is_refused(tmp_path):
-    source = beir(tmp_path / "s")
-    file = write(tmp_path / "file", "mine")
-    for form in FORMS:
-        with pytest.raises(InputError, match="already exists"):
-            convert(source, file, form)
-    with pytest.raises(InputError, match="already exists"):
-        convert(source, source, "beir")
-    assert file.read_text() == "mine"
-    (tmp_path / "empty").mkdir()
-    convert(source, tmp_path / "empty", "beir")
-    assert meaning(tmp_path / "empty") == meaning(source)
 
 
 def scored_lines(folder):

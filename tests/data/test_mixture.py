@@ -12,7 +12,7 @@ from processes import Job, run_jobs
 
 from contaccum.config import DataConfig, MixtureConfig, to_yaml, validate
 from contaccum.data.dataset import load_training
-from contaccum.data.sampler import StepSampler, make_sampler
+from contaccum.data.sampler import MixtureSampler, StepSampler, make_sampler
 from contaccum.errors import InputError
 from contaccum.runtime.engine import Engine
 from contaccum.training import parts
@@ -85,15 +85,17 @@ def test_sets_are_drawn_by_weight_each_in_its_own_order(batches, given, share, s
             assert both == {query >= SIZES[0]}
 
 
-def test_a_step_depends_only_on_seed_and_step(sets):
-    _, walked = sampler_of(mixed(sets))
-    steps = [walked(step) for step in range(30)]
-    _, jumped = sampler_of(mixed(sets))
-    for step in (29, 3, 17, 0):
-        for one, other in zip(jumped(step), steps[step], strict=True):
+def test_a_past_step_does_not_draw_all_earlier_steps_again(sets, monkeypatch):
+    _, sampler = sampler_of(mixed(sets))
+    steps = [sampler(step) for step in range(301)]
+    drawn, counts = [], MixtureSampler.counts
+    monkeypatch.setattr(
+        MixtureSampler, "counts", lambda own, step: drawn.append(step) or counts(own, step)
+    )
+    for step in (300, 281, 15, 16, 300):
+        for one, other in zip(sampler(step), steps[step], strict=True):
             assert np.array_equal(one, other)
-    _, other = sampler_of(mixed(sets), seed=1)
-    assert not np.array_equal(other(0).queries, steps[0].queries)
+    assert len(drawn) < 5 * 20
 
 
 def test_a_sampler_can_be_read_by_two_threads(sets, monkeypatch):
@@ -206,12 +208,4 @@ def test_invalid_mixtures_are_refused(change, sentence, sets, tmp_path):
     config.data = mixed(sets)
     change(config.data)
     with pytest.raises(InputError, match=sentence):
-        validate(config)
-
-
-@pytest.mark.filterwarnings("always::UserWarning")
-def test_unused_options_are_named(sets, tmp_path):
-    config = train_config(tmp_path, tmp_path / "run")
-    config.data = mixed(sets, split="dev")
-    with pytest.warns(UserWarning, match="data.split has no effect with data.mixture"):
         validate(config)

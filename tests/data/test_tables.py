@@ -164,6 +164,17 @@ print(cached_folder("kind", "key", build))
 """
 
 
+def test_a_record_without_a_positive_is_counted_or_refused_each_time(tmp_path):
+    path = write(
+        tmp_path / "t.jsonl", lines(dpr("one?", [context(1)]), dpr("two?", []), dpr("three?", []))
+    )
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"t\.jsonl: 2 queries without a positive"):
+            assert open_retrieval_set(path).queries == {"unnamed-query-1": "one?"}
+    sentence = refusal(load_examples, path, strict=True)
+    assert ":2" in sentence
+
+
 def test_concurrent_processes_build_a_cache_folder_once(tmp_path):
     notes = tmp_path / "notes"
     started = [

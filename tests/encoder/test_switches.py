@@ -1,6 +1,8 @@
 """Options of the encoder's computation equal the plain one in vectors, gradients and dropout; each
 with a negative control."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -36,34 +38,6 @@ def family_encoder(family: str, pooling: str = "mean", **config) -> DualEncoder:
     return DualEncoder(
         tower, tower, EncoderSettings(max_query_length=16, max_passage_length=16, tie_towers=True)
     )
-
-
-def test_texts_of_equal_length_share_a_call(monkeypatch):
-    """With the vectors and gradients of one call for each text; a call for all texts would
-    differ."""
-    kernel, calls = torch.nn.functional.scaled_dot_product_attention, []
-
-    def counted(*args, **kwargs):
-        calls.append(1)
-        return kernel(*args, **kwargs)
-
-    torch.manual_seed(0)
-    lengths = [6, 4, 4, 4, 3]
-    runs = ((1, 6), (3, 4), (1, 3))
-    inputs = [torch.randn(1, 2, 21, 8, requires_grad=True) for _ in range(3)]
-    texts = zip(*(each.split(lengths, 2) for each in inputs), strict=True)
-    expected = torch.cat([kernel(*text) for text in texts], 2).squeeze(0).transpose(0, 1)
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
-    found = by_length(inputs, 0.0, None, runs)
-    assert len(calls) == 3
-    for one, other in zip(
-        (found, *torch.autograd.grad(found.square().sum(), inputs)),
-        (expected, *torch.autograd.grad(expected.square().sum(), inputs)),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other)
-    whole = kernel(*inputs)[0].transpose(0, 1)
-    assert (whole - found).abs().max() > DIFFERENT
 
 
 @pytest.mark.parametrize("hidden", [False, True])
@@ -258,6 +232,27 @@ def test_ready_masks_give_equal_vectors(family):
     assert (none[mask > 0] - plain[mask > 0]).abs().max() > DIFFERENT
 
 
+def test_lengths_are_rounded_on_a_gpu():
+    tower = family_encoder("bert").query_tower  # at most 20 tokens
+    lengths = []
+    tower.backbone.register_forward_pre_hook(
+        lambda module, args, named: lengths.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+
+    def made(length: int, padded: bool = True) -> Tokens:
+        mask = torch.ones(2, length, dtype=torch.long)
+        mask[1, -1] = int(not padded)
+        return Tokens(torch.full((2, length), 7), mask)
+
+    vectors = tower.eval()(made(13))
+    tower(made(13).to(torch.device("cpu")))
+    tower.to("meta")
+    for tokens in (made(13), made(16), made(18), made(13, padded=False)):
+        tower(gpu_like(tokens))
+    assert vectors.shape == (2, 32)
+    assert lengths == [13, 13, 16, 16, 20, 13]
+
+
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("method", list(METHODS))
 def test_unpadded_gradients_equal_padded(method, tie):
@@ -342,6 +337,32 @@ DROPOUTS = {
     "modernbert": ("embedding_dropout", "mlp_dropout", "attention_dropout"),
     "gpt_bigcode": ("embd_pdrop", "resid_pdrop", "attn_pdrop"),
 }
+
+
+def test_token_vectors_narrower_than_the_layers(tmp_path):
+    """As in facebook/opt-350m."""
+    encoder = family_encoder(
+        "opt", word_embed_proj_dim=16, ffn_dim=64, do_layer_norm_before=False
+    ).eval()
+    vectors = encoder.encode_queries(["a", "b"])
+    assert vectors.shape == (2, 16)
+    encoder.save(tmp_path / "model")
+    np.testing.assert_array_equal(
+        DualEncoder.load(tmp_path / "model").encode_queries(["a", "b"]), vectors
+    )
+    pooling = json.loads(
+        (tmp_path / "model" / "query_encoder" / "1_Pooling" / "config.json").read_text()
+    )
+    assert pooling["word_embedding_dimension"] == 16
+
+
+def test_fingerprint_of_a_family_with_weights_without_dimensions():
+    encoder = family_encoder("apertus")
+    scale = encoder.query_tower.backbone.layers[0].mlp.act_fn.beta
+    assert scale.dim() == 0
+    before = encoder.fingerprint("query")
+    scale.data += 1
+    assert encoder.fingerprint("query") != before
 
 
 @pytest.mark.parametrize("family", DROPOUTS)

@@ -383,6 +383,19 @@ def test_models_whose_vectors_depend_on_padding_warn(family, bert, tmp_path):
         assert f"model type {family}" in found[0]
 
 
+def test_the_padding_check_sees_each_tower_and_precision(bert, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 150, "pad_token_id": 0}
+    funnel = transformers.FunnelModel(transformers.FunnelConfig(**sizes, **PADDED["funnel"]))
+    funnel.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert warned(lambda dtype=dtype: DualEncoder.load(bert, **SIZE, dtype=dtype)) == []
+        options = {**SIZE, "passage_name": tmp_path, "dtype": dtype}
+        (message,) = warned(lambda options=options: DualEncoder.load(bert, **options))
+        assert message.startswith(f"{tmp_path}: padding changes the vectors")
+
+
 @pytest.mark.parametrize("pooling", ["cls", "last"])
 def test_a_tokenizer_that_pads_on_the_left_does_not_shift_positions(pooling, tmp_path):
     folder = family_folder("bert", tmp_path)

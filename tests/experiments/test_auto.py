@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from helpers import tiny_encoder, train_config, write_beir
-from invented_set import write_invented_set
 
 from contaccum.cli import main
 from contaccum.config.experiments import AutoConfig
@@ -382,13 +381,15 @@ def slowed(share: float):
 
 @pytest.mark.acceptance
 def test_a_slowed_call_with_more_time_that_is_killed_twice_ends_in_time(tmp_path):
-    """Invented words without a dev split, at half of the CPU.
+    """Without a dev split, at half of the CPU.
 
     The first time is too short. The call with the time that the message names is killed after the
     evaluation of the untrained model and in training.
     """
-    write_invented_set(tmp_path / "demo")
-    (tmp_path / "demo" / "qrels" / "dev.tsv").unlink()
+    data = write_beir(tmp_path / "demo", 300)
+    (data / "qrels" / "dev.tsv").unlink()
+    train = data / "qrels" / "train.tsv"  # without the test queries, q0 to q9
+    train.write_text(re.sub(r"^q\d\t.*\n", "", train.read_text(), flags=re.MULTILINE))
     folder = tmp_path / "auto"
     call = [sys.executable, "-m", "contaccum", "auto", "--output_dir", str(folder)]
     call += ["--data.train", str(tmp_path / "demo"), "--model.name", "tiny"]

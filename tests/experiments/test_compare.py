@@ -581,6 +581,16 @@ def test_summary_lists_the_tested_differences_best_first(study_folder):
             assert low <= float(row[2]) <= high
 
 
+def test_page_is_self_contained(study_folder):
+    text = (study_folder / "study" / "report.html").read_text()
+    assert text.count("<svg") == text.count("<figcaption") == 6
+    ids = re.findall(r'\sid="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+    addresses = re.findall(r'\s(?:src|href|xlink:href|data|action)="([^"]*)"', text)
+    assert {address.removeprefix("#") for address in addresses} <= set(ids)
+    assert re.search(r"<(script|link|iframe|img|object)\b|url\((?!#)", text) is None
+
+
 def test_page_escapes_names(study_folder, tmp_path, capsys):
     """A folder name that looks like HTML is shown as text."""
     run = tmp_path / "<b>bold&amp;"

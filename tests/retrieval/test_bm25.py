@@ -196,15 +196,6 @@ def test_scores_of_character_pairs_are_the_formulas():
     assert len(found) == 2
 
 
-def test_a_run_in_which_most_queries_find_nothing_warns():
-    index = BM25(CORPUS)
-    with pytest.warns(UserWarning, match="no passage was found for 2 of 3 queries.*same language"):
-        index.search({"1": "cats", "2": "gatos", "3": "ratones"})
-    with warnings.catch_warnings():  # negative control
-        warnings.simplefilter("error")
-        index.search({"1": "cats", "2": "gatos"})
-
-
 def mined(folder: Path, queries: list[str], passages: list[str]) -> list[str]:
     """Write examples whose query n has the positive n; return the words of a ``mine`` command."""
     records = [

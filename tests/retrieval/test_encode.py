@@ -145,6 +145,13 @@ def test_killed_and_resumed_gives_the_files_of_an_unbroken_run(tmp_path):
     assert bytes_of(broken) == bytes_of(tmp_path / "whole")
 
 
+def test_an_index_error_in_a_shard_is_not_the_end_of_the_corpus(tmp_path, monkeypatch):
+    encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10)
+    monkeypatch.setattr("contaccum.retrieval.shards.damage", lambda *_: [][0])
+    with pytest.raises(IndexError):
+        list(ShardFolder(tmp_path / "e"))
+
+
 @pytest.mark.parametrize("name", ["00001.npy", "00001.ids.json", "00001.parquet"])
 @pytest.mark.parametrize("fault", ["flipped", "gone"])
 def test_a_damaged_shard_is_refused_by_the_reader_and_made_again_by_the_writer(

@@ -49,6 +49,13 @@ def test_a_saved_index_answers_as_before(tmp_path, factory):
     assert search_index(loaded) == search_index(built)
 
 
+def test_the_number_of_threads_is_as_before_once_a_graph_is_built():
+    faiss = index_module.load_faiss()
+    before = faiss.omp_get_max_threads()
+    Index.build(shards(), Origin("HNSW8"))
+    assert faiss.omp_get_max_threads() == before
+
+
 @pytest.mark.parametrize("fault", ["flipped", "gone"])
 def test_a_damaged_index_is_refused_before_faiss_reads_it(tmp_path, fault, monkeypatch):
     Index.build(shards(), FLAT).save(tmp_path / "index")
@@ -235,6 +242,15 @@ def test_more_results_than_a_gpu_can_give_are_searched_on_the_cpu(gpu_calls):
     assert gpu_calls == []
 
 
+def test_an_index_without_gpu_form_is_searched_on_the_cpu_with_a_warning(gpu_calls):
+    built = Index.build(shards(), Origin("HNSW8"))
+    with pytest.warns(
+        UserWarning, match=r"'HNSW8': faiss cannot search it on the GPU \(not implemented on GPU\)"
+    ):
+        found = built.search(QUERIES, 5)
+    np.testing.assert_array_equal(found[1], built.index.search(QUERIES, 5)[1])
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_blocks_that_stay_on_the_device_are_searched_as_the_shards_are(monkeypatch, dtype):
     """As on a GPU, on the CPU: the second search reads no shard."""
@@ -304,15 +320,6 @@ def test_exact_search_holds_a_few_shards_and_not_the_corpus(backend):
 
 
 KEPT = Origin("IVF8,Flat", "encoder", "source")
-
-
-def test_a_kept_index_is_built_once_and_read_afterwards(tmp_path):
-    built = Index.load_or_build(tmp_path / "index", KEPT, shards)
-    read = Index.load_or_build(
-        tmp_path / "index", KEPT, lambda: pytest.fail("the index was built again")
-    )
-    assert search_index(read) == search_index(built)
-    assert read.origin == KEPT
 
 
 @pytest.mark.parametrize("change", [{"factory": "HNSW8"}, {"source": "other"}])

@@ -1,8 +1,6 @@
 """TREC run files: what is written can be read, in the same order; what cannot be carried is
 refused."""
 
-import gzip
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -45,16 +43,6 @@ def test_the_score_decides_and_not_the_rank_column_or_the_lines_order(tmp_path):
     path = tmp_path / "run"
     path.write_text("q Q0 low 1 0.1 x\nq\tQ0\thigh\t9\t0.9\tx\r\n\nq Q0 middle 0 5e-1 x\n")
     assert read_run(path) == {"q": [("high", 0.9), ("middle", 0.5), ("low", 0.1)]}
-
-
-def test_a_run_with_the_ending_gz_is_gzipped(tmp_path):
-    run = {"q": [("d", 2.0), ("e", 1.0)]}
-    write_run(tmp_path / "run.trec.gz", run)
-    assert (
-        gzip.decompress((tmp_path / "run.trec.gz").read_bytes()).splitlines()[1]
-        == b"q Q0 e 2 1.0 contaccum"
-    )
-    assert read_run(tmp_path / "run.trec.gz") == run
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import open_train_set, train_config, weights, write_beir
+from helpers import open_train_set, train_config, weights
 
 from contaccum.experiments.run_records import load_run_record
 from contaccum.methods import METHODS
@@ -16,11 +16,6 @@ from contaccum.training.loop import train
 from contaccum.training.out_of_memory import MicroBatchSize
 
 DROPOUT = {"model.dropout": 0.3, "run.drift_steps": 1}
-
-
-@pytest.fixture
-def data(tmp_path):
-    return write_beir(tmp_path / "data")
 
 
 @pytest.mark.parametrize(

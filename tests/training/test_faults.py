@@ -17,7 +17,7 @@ from contaccum.runtime.files import is_leftover
 from contaccum.training.run_folder import newest_checkpoint
 
 HERE = Path(__file__).parent
-STRIDE = int(os.environ.get("CONTACCUM_FAULT_STRIDE", "4"))
+STRIDE = int(os.environ.get("CONTACCUM_FAULT_STRIDE", "6"))
 """Calls between two kills in the acceptance test; 1 takes minutes."""
 
 

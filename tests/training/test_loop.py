@@ -22,7 +22,6 @@ from helpers import (
     tiny_encoder,
     train_config,
     weights,
-    write_beir,
 )
 from processes import python
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -42,11 +41,6 @@ from contaccum.training.loop import Training, train
 from contaccum.training.parts import learning_rate_factor, make_optimizer, warmup_steps
 from contaccum.training.run_folder import newest_checkpoint
 from contaccum.training.trackers import TensorBoard
-
-
-@pytest.fixture
-def data(tmp_path):
-    return write_beir(tmp_path / "data")
 
 
 @pytest.mark.parametrize("total", [3, 6, 9])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import train_config, weights, write_beir
+from helpers import train_config, weights
 
 from contaccum.config import METHOD_SPECS
 from contaccum.encoder import DualEncoder
@@ -14,11 +14,6 @@ from contaccum.methods.loss import InfoNCE
 from contaccum.runtime.engine import Engine
 from contaccum.training.loop import Training, train
 from contaccum.training.run_folder import newest_checkpoint
-
-
-@pytest.fixture
-def data(tmp_path):
-    return write_beir(tmp_path / "data")
 
 
 def spoil_embedding(

@@ -24,11 +24,6 @@ from contaccum.training.loop import Training, train
 from contaccum.training.run_folder import newest_checkpoint
 
 
-@pytest.fixture
-def data(tmp_path):
-    return write_beir(tmp_path / "data")
-
-
 def broken_after(run: Path, step: int, copy: Path) -> Path:
     """Copy a run's folder as it was right after the checkpoint of ``step``, with later log
     lines."""

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import train_config, weights, write_beir
+from helpers import train_config, weights
 from processes import python, read_only, small_disk
 
 from contaccum.cli import main
@@ -19,11 +19,6 @@ from contaccum.runtime.locks import LOCK_FILE
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
 from contaccum.training.run_folder import newest_checkpoint
-
-
-@pytest.fixture
-def data(tmp_path):
-    return write_beir(tmp_path / "data")
 
 
 def start(config, tmp_path: Path, *more: str, before: str = "") -> subprocess.Popen:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import micro_batches, train_config, write_beir
+from helpers import micro_batches, train_config
 
 from contaccum.config import METHOD_SPECS
 from contaccum.errors import InputError
@@ -16,11 +16,6 @@ pytestmark = [
 ]
 
 SAME = {"model.dropout": 0.0, "data.hard_negatives": 1}
-
-
-@pytest.fixture
-def data(tmp_path):
-    return write_beir(tmp_path / "data")
 
 
 def losses(data, folder, method="cont_accum", resume=False, **changes) -> list[float]:
