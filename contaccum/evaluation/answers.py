@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.errors import InputError
-from contaccum.evaluation.metrics import Metrics, cutoffs_within, metrics_of, save_metrics
+from contaccum.evaluation.metrics import Metrics, metrics_of, save_metrics
 from contaccum.formats.records import Question
 from contaccum.retrieval.retriever import DEFAULTS, Retriever
 from contaccum.retrieval.runs import Run, rows_of
@@ -120,7 +120,7 @@ def evaluate_questions(
     cutoffs 1, 5, 20 and 100, those above k are skipped. match: see ``answer_accuracy``. output:
     file to write the metrics to. model, group, policy: see ``contaccum.search``.
     """
-    cutoffs = cutoffs_within(CUTOFFS, k)
+    cutoffs = [cutoff for cutoff in CUTOFFS if cutoff <= k]
     model = EncoderConfig.of(model)
     refuse_input_as_output(
         output, questions, passages, model.model, settings.embeddings, settings.index_dir

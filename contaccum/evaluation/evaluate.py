@@ -12,7 +12,6 @@ from contaccum.evaluation.beir import evaluate_with_beir
 from contaccum.evaluation.metrics import (
     CUTOFFS,
     Metrics,
-    cutoffs_within,
     evaluate_run,
     save_metrics,
 )
@@ -50,7 +49,7 @@ def evaluate(
     the library BEIR instead of ours. Raises InputError for an option that ``beir`` does not
     support.
     """
-    cutoffs = cutoffs_within(CUTOFFS, k)
+    cutoffs = [cutoff for cutoff in CUTOFFS if cutoff <= k]
     name = model if isinstance(model, str | Path) else getattr(model, "model", None)
     refuse_input_as_output(output, data, name, settings.embeddings, settings.index_dir)
     about: dict[str, Any] = {"model": name}
@@ -105,7 +104,8 @@ def evaluate_run_file(
     """
     refuse_input_as_output(output, run, qrels)
     hits = read_run(run)
-    cutoffs = cutoffs_within(CUTOFFS, max(10, *map(len, hits.values())))
+    depth = max(10, *map(len, hits.values()))
+    cutoffs = [cutoff for cutoff in CUTOFFS if cutoff <= depth]
     judgements = open_dataset(qrels, policy=policy).qrels
     metrics = evaluate_run(judgements, hits, cutoffs=cutoffs, relevance_level=relevance_level)
     return save_metrics(metrics, output, {"run": run, "data": qrels})

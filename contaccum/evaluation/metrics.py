@@ -143,13 +143,6 @@ def average(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(each[name] for each in values) / len(values) for name in values[0]}
 
 
-def cutoffs_within(cutoffs: Sequence[int], k: int) -> list[int]:
-    """Return the cutoffs that are not larger than k. Raise InputError if k is below 1."""
-    if k < 1:
-        raise InputError(f"k is {k}; expected at least 1")
-    return [cutoff for cutoff in cutoffs if cutoff <= k]
-
-
 def save_metrics(metrics: Metrics, output: str | Path | None, about: Mapping[str, Any]) -> Metrics:
     """Write metrics to the file ``output``, and return the metrics.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -222,16 +222,7 @@ def write_bank(folder: Path, state: State) -> None:
 
 
 def read_bank(folder: Path) -> State:
-    """Read the state of a bank from a checkpoint folder.
-
-    Raise InputError if the file is missing or damaged.
-    """
-    path = folder / BANK_FILE
-    try:
-        with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return tensors, json.loads(file.metadata()["bank"])
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{path}: no bank found ({error}); choose a checkpoint of a run with a bank"
-        ) from error
+    """Read the state of a bank from a checkpoint folder."""
+    with safe_open(folder / BANK_FILE, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return tensors, json.loads(file.metadata()["bank"])

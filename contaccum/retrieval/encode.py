@@ -11,7 +11,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -272,8 +271,7 @@ def encode_texts(
     group: processes that share the work; each of W processes encodes every W-th shard. format:
     ``npy`` or ``parquet``. text: whether Parquet files also contain the texts. The process that
     finishes last writes the manifest. Finished shards are reused. Damaged shards are encoded again
-    with a warning. Each shard is written while the next shard is encoded, so memory holds two
-    shards.
+    with a warning. Memory holds one shard.
 
     Raises InputError if a vector is not finite, or if the folder has the embeddings of a different
     job (texts, encoder, dtype, shard size or format).
@@ -300,20 +298,11 @@ def encode_texts(
             if fault or number not in finished:
                 missing.append(number)
         rows = sum(stop - start for start, stop in map(job.span, missing))
-        with (
-            Progress(rows, "encoding", texts.unit) as progress,
-            ThreadPoolExecutor(1, "write") as writer,
-        ):
-            written: Future[None] | None = None
+        with Progress(rows, "encoding", texts.unit) as progress:
             for number in missing:
-                shard = encode_shard(
-                    encoder, texts, *job.span(number), batch_tokens, progress, job.text
-                )
-                if written is not None:
-                    written.result()  # raises the error of the thread
-                written = writer.submit(write_shard, folder, number, job, shard)
-            if written is not None:
-                written.result()
+                start, stop = job.span(number)
+                shard = encode_shard(encoder, texts, start, stop, batch_tokens, progress, job.text)
+                write_shard(folder, number, job, shard)
         return write_manifest(folder, job)
 
 

@@ -170,15 +170,13 @@ def best_part(text: str, words: re.Pattern[str], length: int = 200) -> str:
     """
     if len(text) <= length:
         return text
-    found = [(match.start(), match.end(), match[0].lower()) for match in words.finditer(text)]
-    best, most = 0, len({word for _, end, word in found if end <= length})
-    for first, _, _ in found:
-        # some words before the first word of the query
-        start = max(0, text.rfind(" ", 0, max(0, first - length // 5)) + 1)
-        number = len({word for at, end, word in found if at >= start and end <= start + length})
-        if number > most:
-            best, most = start, number
-    part = text[best : best + length]
-    if best + length < len(text):
-        part = (part[: part.rfind(" ")] if " " in part else part) + " …"
-    return ("… " if best else "") + part
+    starts = [0]
+    for match in words.finditer(text):  # with some words before the word of the query
+        starts.append(text.rfind(" ", 0, max(0, match.start() - length // 5)) + 1)
+    parts = [text[start : start + length] for start in starts]
+    # max returns the first of several parts
+    best = max(range(len(parts)), key=lambda n: len(set(words.findall(parts[n].lower()))))
+    part = parts[best]
+    if starts[best] + length < len(text):
+        part = (part.rpartition(" ")[0] or part) + " …"
+    return ("… " if starts[best] else "") + part

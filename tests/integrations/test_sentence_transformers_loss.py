@@ -238,7 +238,7 @@ def test_resumed_run_restores_the_bank(data, plain, tmp_path):
             loss={"bank_size": 32},
         )
     (moved / BANK_FILE).unlink()
-    with pytest.raises(InputError, match="no bank found"):
+    with pytest.raises(FileNotFoundError, match=BANK_FILE):
         take(model, rows, tmp_path / "x", str(moved), **saving, resume_from_checkpoint=str(moved))
 
 
