@@ -21,9 +21,8 @@ class Tokens:
 
     input_ids: Tensor  # (n, length) int64
     attention_mask: Tensor  # (n, length) int64, 0 at padding
-    host_mask: Tensor | None = (
-        None  # attention_mask on the CPU, to read lengths without waiting for the device
-    )
+    # attention_mask on the CPU, to read lengths without waiting for the device
+    host_mask: Tensor | None = None
 
     def to(self, device: torch.device) -> "Tokens":
         """Return the texts on ``device``. The copy does not block the CPU."""
@@ -109,9 +108,8 @@ class RowIds:
     columns: Tensor
     # (b, P) int64: all passages known to be relevant for each query, padded with NO_PASSAGE
     positives: Tensor
-    teacher: Tensor | None = (
-        None  # (b, 1 + H) float32: scores of the passages by a teacher, NaN for a missing score
-    )
+    # (b, 1 + H) float32: scores of the passages by a teacher, NaN for a missing score
+    teacher: Tensor | None = None
     queries: Tensor | None = None  # (b,) int64: row number of each query in the training set
 
     def __getitem__(self, rows: slice | Tensor) -> "RowIds":

@@ -84,9 +84,8 @@ class Base:
     """Encoder that an adapter was trained on."""
 
     name: str  # folder or Hub name
-    sha256: str | None = (
-        None  # SHA-256 of the encoder's files; None if contaccum did not write the adapter
-    )
+    # SHA-256 of the encoder's files; None if contaccum did not write the adapter
+    sha256: str | None = None
     quantize: str = "none"  # none or 4bit
 
 
@@ -117,9 +116,8 @@ class EncoderFiles(NamedTuple):
     settings: dict[str, Any]  # values for fields of EncoderSettings
     query: TowerFiles
     passage: TowerFiles
-    sha256: dict[str, str] | None = (
-        None  # SHA-256 of each file with weights; keys are paths in the folder
-    )
+    # SHA-256 of each file with weights; keys are paths in the folder
+    sha256: dict[str, str] | None = None
 
 
 # Types of JSON files in the folder of an encoder. They have only the fields that contaccum uses.

@@ -20,9 +20,8 @@ from transformers import AttentionInterface
 from contaccum.batch import Tokens
 
 ATTENTION = "contaccum_unpadded"  # name under which ``attend`` is registered in transformers
-PACKED_ROWS = (
-    1024  # oneDNN chooses the layout of packed weights for inputs with this number of rows
-)
+# oneDNN chooses the layout of packed weights for inputs with this number of rows
+PACKED_ROWS = 1024
 
 # model types in which each token attends to all tokens of its text
 FULL_ATTENTION = (

@@ -21,9 +21,8 @@ RESAMPLES = 9999
 """Number of random sign flips. With n <= 13 queries, all 2^n sign flips are used instead."""
 BOOTSTRAP_SAMPLES = 2000
 BATCH = 256  # number of sign flips in memory at a time
-ROUNDING = (
-    1e-12  # metrics are at most 1, so a smaller difference is a rounding error of means over seeds
-)
+# metrics are at most 1, so a smaller difference is a rounding error of means over seeds
+ROUNDING = 1e-12
 
 QueryScores = Mapping[str, Mapping[str, float]]
 """Values of one trained model: query id -> measure -> value, as in ``per_query`` of

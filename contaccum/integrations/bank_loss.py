@@ -68,9 +68,8 @@ class BankLoss:
         self.loss = InfoNCE(temperature, mask_false_negatives)
         self.begun = False
         self.bank: Bank | None = None
-        self._waiting: tuple[Tensor, Tensor, RowIds, tuple[BankLogits | None, ...]] | None = (
-            None  # for the next push
-        )
+        # for the next push
+        self._waiting: tuple[Tensor, Tensor, RowIds, tuple[BankLogits | None, ...]] | None = None
         self._state: State | None = None
 
     def begin(self, saved: State | None = None, step_pairs: int | None = None) -> None:

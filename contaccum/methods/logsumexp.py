@@ -55,9 +55,8 @@ class CachedLogSumExp:
         self.closed, self.new = self.table[0], self.table[1]  # (M,)
         self.old = self.table[2 : 3 + groups]  # (groups + 1, M)
         self.blocks = self.table[3 + groups :]  # (blocks, M); minus infinity for the open block
-        self.groups_overwritten = (
-            0  # k, the number of groups of the open block that pushes have overwritten
-        )
+        # k, the number of groups of the open block that pushes have overwritten
+        self.groups_overwritten = 0
         # (part of the table, its content before it was overwritten)
         self._before: list[tuple[Tensor, Tensor]] = []
         self._groups_before = 0

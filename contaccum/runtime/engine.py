@@ -76,9 +76,8 @@ class Engine(Processes):
         """Loss scaler of fp16. With another precision, it is disabled: its scale is 1 and its state
         is empty."""
         self.memory_limited = False
-        self.step = (
-            0  # number of finished optimizer steps; seed and step determine all random numbers
-        )
+        # number of finished optimizer steps; seed and step determine all random numbers
+        self.step = 0
         self.before_pass: Callable[[int, bool], None] | None = None
         """Called before each pass of a training method, with its number of tokens (padding counts)
         and whether a backward pass follows."""
