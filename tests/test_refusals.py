@@ -149,9 +149,6 @@ LINES: dict[tuple[str, str, int], list[tuple[str, str]]] = {
         *((line, "each line must be an id without spaces, a tab and a text")
           for line in ("13", "1 3\tx")),
     ],
-    ("data check collection.tsv", "collection.tsv", 1): [
-        (header, "found the header") for header in ("pid\tpassage", "id\ttext")
-    ],
     ("data check queries.tsv", "queries.tsv", 2): [
         ("13\t ", "the text of query '13' is empty"),
     ],

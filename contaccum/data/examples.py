@@ -180,18 +180,14 @@ def load_examples(path: Path, policy: DataPolicy) -> ExampleTable:
 
 def build_examples(path: Path, folder: Path, on_error: OnError = stop) -> dict[str, Any]:
     """Write the tables of a file of examples into ``folder``. Return the content of about.json."""
-    queries = TableWriter(folder / "queries.arrow", QUERY_COLUMNS)
-    passages = TableWriter(folder / "passages.arrow", PASSAGE_COLUMNS)
-    query_rows: dict[int, int] = {}  # hash of a query's text -> row number
-    passage_rows: dict[int, int] = {}
-    query_ids = _Ids("query", "queries")
-    passage_ids = _Ids("passage", "passages")
+    queries = _DifferentTexts(folder / "queries.arrow", QUERY_COLUMNS, "query")
+    passages = _DifferentTexts(folder / "passages.arrow", PASSAGE_COLUMNS, "passage")
     locations: list[SourceLocation] = []  # of each record
+    query_of_record = array("q")
     records = array("q")  # for each passage of a record: number of the record, kind, row, score
     kinds = array("b")
     rows = array("q")
     scores = array("f")
-    query_of_record = array("q")
     examples = numbered_examples(path, on_error)
     for location, example in Progress.over(examples, f"reading {path.name}", "examples"):
         lists = (example.positives, example.negatives, example.others)
@@ -200,34 +196,21 @@ def build_examples(path: Path, folder: Path, on_error: OnError = stop) -> dict[s
             what, key = ("passage", empty.id) if empty else ("query", example.query.id)
             on_error(location.error(f"{what} {key!r} has an empty text; every {what} needs a text"))
             continue
-        hashed = text_hash(example.query.text)
-        query_ids.add(example.query.id, hashed, location)
-        if hashed not in query_rows:
-            query_rows[hashed] = queries.add(example.query, hashed)
-        query_of_record.append(query_rows[hashed])
+        query_of_record.append(queries.add(example.query, example.query.text, location))
         given = example.scores or ([math.nan] * len(lists[0]), [math.nan] * len(lists[1]))
         for kind, part in enumerate(lists):
-            for passage in part:
-                hashed = text_hash(passage.content)
-                passage_ids.add(passage.id, hashed, location)
-                if hashed not in passage_rows:
-                    passage_rows[hashed] = passages.add(passage, hashed)
-                records.append(len(locations))
-                kinds.append(kind)
-                rows.append(passage_rows[hashed])
+            records.extend([len(locations)] * len(part))
+            kinds.extend([kind] * len(part))
+            rows.extend(passages.add(passage, passage.content, location) for passage in part)
             scores.extend([math.nan] * len(part) if kind == OTHER else given[kind])
         locations.append(location)
-    fingerprints = [queries.close(), passages.close()]
-
-    for number, (table, ids) in enumerate(((queries, query_ids), (passages, passage_ids))):
-        if ids.repeated:
-            fingerprints[number] = rewrite(table, np.arange(table.rows), ids.repeated)
+    fingerprint = queries.close() + passages.close()
     grouped = lists_of(
         np.array(query_of_record)[np.array(records, dtype=np.int64)],
         np.array(kinds),
         np.array(rows, dtype=np.int64),
         text_hashes(folder / "passages.arrow"),
-        queries.rows,
+        len(queries.rows),
         np.array(scores),
     )
     for name in _LISTS:
@@ -245,32 +228,48 @@ def build_examples(path: Path, folder: Path, on_error: OnError = stop) -> dict[s
             "a hard negative has the text of a positive of its query; it needs another text"
         )
         problems.append([len(grouped.copies), f"{COPIES} (the first: {first})", str(error)])
-    for ids in (query_ids, passage_ids):
-        if ids.repeated:
-            sentence = f"{ids.what} ids stand for several texts; these {ids.plural} get new ids"
-            error = next(iter(ids.repeated.values()))
-            problems.append([len(ids.repeated), sentence, str(error)])
+    for what, texts in (("query ids", queries), ("passage ids", passages)):
+        if texts.repeated:
+            sentence = f"{what} stand for several texts; these texts get new ids"
+            problems.append([len(texts.repeated), sentence, next(iter(texts.repeated.values()))])
     return {
-        "fingerprint": "".join(fingerprints),
-        "examples": queries.rows,
-        "merged": len(locations) - queries.rows,
+        "fingerprint": fingerprint,
+        "examples": len(queries.rows),
+        "merged": len(locations) - len(queries.rows),
         "copies": len(grouped.copies),
         "problems": problems,
     }
 
 
-class _Ids:
-    """Ids of queries or passages, and the ids among them that are used for several texts."""
+class _DifferentTexts:
+    """Table of queries or passages with different texts.
 
-    def __init__(self, what: str, plural: str) -> None:
-        self.what = what
-        self.plural = plural
-        self._text: dict[str, int] = {}  # id -> hash of its first text
-        self.repeated: dict[str, InputError] = {}  # id with several texts -> error at the second
+    An id that is used for several texts is replaced.
+    """
 
-    def add(self, key: str, hashed: int, location: SourceLocation) -> None:
-        if self._text.setdefault(key, hashed) != hashed and key not in self.repeated:
-            self.repeated[key] = location.error(
-                f"{self.what} id {key!r} occurs with two texts; an id must always have the same "
-                "text"
+    def __init__(self, path: Path, columns: tuple[str, ...], what: str) -> None:
+        self._writer = TableWriter(path, columns)
+        self._what = what
+        self._text_of_id: dict[str, int] = {}  # id -> hash of its first text
+        self.rows: dict[int, int] = {}  # hash of a text -> row number
+        self.repeated: dict[str, str] = {}  # id with several texts -> error at the second
+
+    def add(self, row: Query | Passage, text: str, location: SourceLocation) -> int:
+        """Add a text unless the table has it. Return its row number."""
+        hashed = text_hash(text)
+        if self._text_of_id.setdefault(row.id, hashed) != hashed and row.id not in self.repeated:
+            error = location.error(
+                f"{self._what} id {row.id!r} occurs with two texts; an id must always have the "
+                "same text"
             )
+            self.repeated[row.id] = str(error)
+        if hashed not in self.rows:
+            self.rows[hashed] = self._writer.add(row, hashed)
+        return self.rows[hashed]
+
+    def close(self) -> str:
+        """Finish the table. Return the hash of all rows in hexadecimal."""
+        digest = self._writer.close()
+        if self.repeated:
+            digest = rewrite(self._writer, np.arange(len(self.rows)), self.repeated)
+        return digest

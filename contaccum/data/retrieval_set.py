@@ -248,11 +248,9 @@ def examples_as_retrieval(path: Path, policy: DataPolicy) -> RetrievalSet:
     positives = column.take(pa.array(examples.positives.values)).to_pylist()
     queries = {}
     qrels = {}
-    keys = examples.queries["id"][:]
-    texts = examples.queries["text"][:]
-    for number, (key, text) in enumerate(zip(keys, texts, strict=True)):
-        passages = positives[examples.positives.span(number)]
-        if passages:
+    rows = zip(examples.queries["id"][:], examples.queries["text"][:], strict=True)
+    for number, (key, text) in enumerate(rows):
+        if passages := positives[examples.positives.span(number)]:
             queries[key] = text
             qrels[key] = dict.fromkeys(passages, 1)
     return RetrievalSet(examples.passages, queries, qrels, examples.fingerprint, skips_own_id=False)

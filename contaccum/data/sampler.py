@@ -88,12 +88,9 @@ class StepSampler:
                     f"{hard_negatives}. Lower data.hard_negatives, or set data.fill_negatives to "
                     "none."
                 )
-            number = f"fewer than {hard_negatives} hard negatives"
-            if hard_negatives == 1:
-                number = "no hard negative"
             warnings.warn(
-                f"{short} of {len(self._negatives)} queries have {number}; random passages are "
-                "added",
+                f"{short} of {len(self._negatives)} queries have fewer than {hard_negatives} hard "
+                "negatives; random passages are added",
                 stacklevel=2,
             )
 

@@ -18,8 +18,6 @@ from contaccum.runtime.checks import require_utf8
 
 MAX_CELL = 131_072  # default limit of the csv module: number of characters of a cell
 _HEADER = ["id", "text", "title"]
-_ID_COLUMNS = {"_id", "id", "docid", "doc_id", "pid", "passage_id", "query-id", "query_id", "qid"}
-"""Usual names of the first column. A file that starts with one of them has a header."""
 
 
 def dpr_corpus(path: Path, on_error: OnError = stop) -> Iterator[tuple[SourceLocation, Passage]]:
@@ -29,7 +27,7 @@ def dpr_corpus(path: Path, on_error: OnError = stop) -> Iterator[tuple[SourceLoc
     skipped.
     """
     for number, (location, row) in enumerate(rows_of_cells(path, "\t", on_error)):
-        if number == 0 and row[0].strip().lower() in _ID_COLUMNS:
+        if number == 0 and row[0].strip().lower() == _HEADER[0]:
             if [cell.strip().lower() for cell in row] != _HEADER:
                 found = ", ".join(map(repr, row))
                 on_error(location.error(f"the header is {found}; it must be {', '.join(_HEADER)}"))
@@ -53,19 +51,12 @@ def id_text_lines(
 
     These files have no header, and quotation marks are part of the text.
     """
-    for number, (location, line) in enumerate(numbered_lines(path, on_error=on_error)):
+    for location, line in numbered_lines(path, on_error=on_error):
         cells = line.split("\t")
         if len(cells) != 2 or cells[0].split() != [cells[0]]:
             on_error(
                 location.error(
                     f"found {line[:40]!r}; each line must be an id without spaces, a tab and a text"
-                )
-            )
-        elif number == 0 and cells[0].lower() in _ID_COLUMNS:
-            on_error(
-                location.error(
-                    f"found the header {line!r}; a file of ids and texts must have no header. "
-                    "Delete the line"
                 )
             )
         else:
