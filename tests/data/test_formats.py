@@ -27,13 +27,6 @@ def refusal(read, path) -> str:
 # BEIR
 
 
-def test_a_beir_corpus_is_read_plain_and_gzipped(tmp_path):
-    text = lines({"_id": "a", "title": "T", "text": "x", "metadata": {}}, {"_id": 7, "text": "y"})
-    expected = [Passage("a", "T", "x"), Passage("7", "", "y")]
-    assert list(read_corpus(write(tmp_path / "c.jsonl", text))) == expected
-    assert list(read_corpus(write_gzip(tmp_path / "c.jsonl.gz", text))) == expected
-
-
 def test_lines_end_only_at_newlines(tmp_path):
     odd = "one\u2028two\u0085three\x0bfour"
     raw = json.dumps({"_id": "a", "title": "", "text": odd.replace("\x0b", "")}, ensure_ascii=False)

@@ -132,14 +132,6 @@ def test_the_lists_of_a_query_share_no_passage(tmp_path):
     assert [ragged.row(0).tolist() for ragged in lists] == [[0], [1], [2]]
 
 
-def test_examples_make_a_retrieval_set(tmp_path):
-    records = [dpr("one?", [context(1)], [context(3)], [context(4)]), dpr("two?", [context(3)])]
-    found = open_retrieval_set(write(tmp_path / "t.json", json.dumps(records)))
-    assert found.corpus["id"][:] == ["1", "3", "4"]
-    assert found.queries == {"unnamed-query-1": "one?", "unnamed-query-2": "two?"}
-    assert found.qrels == {"unnamed-query-1": {"1": 1}, "unnamed-query-2": {"3": 1}}
-
-
 def test_ragged_returns_the_packed_lists():
     packed = Ragged.grouped(np.array([2, 0, 0, 0]), np.array([9, 5, 3, 5]), 3)
     assert [packed.row(n).tolist() for n in range(len(packed))] == [[5, 3], [], [9]]

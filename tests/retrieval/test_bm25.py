@@ -206,16 +206,6 @@ def mined(folder: Path, queries: list[str], passages: list[str]) -> list[str]:
     return f"mine --model bm25 --num_negatives 1 --data {data} --output {output}".split()
 
 
-@pytest.mark.parametrize("language", ["Chinese", "Thai"])
-def test_mining_finds_negatives_in_scripts_without_spaces(language, tmp_path):
-    passages, queries = LANGUAGES[language]
-    twice = [text * 2 for text in passages]  # another passage with the words of the query
-    asked = [f"{query}?" for query in queries]
-    assert main(mined(tmp_path, [*queries, *asked], [*passages, *twice])) == 0
-    found = [json.loads(line) for line in (tmp_path / "mined.jsonl").read_text().splitlines()]
-    assert [record["neg"] for record in found] == [[text] for text in (*twice, *passages)]
-
-
 def test_mining_without_any_negative_is_refused_and_writes_nothing(tmp_path, capsys):
     command = mined(tmp_path, ["chats", "chiens"], ["cats purr", "dogs bark"])
     assert main(command) == 2

@@ -83,33 +83,18 @@ def test_resumed_run_equals_uninterrupted_run_to_the_byte(method, data, tmp_path
         assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes()
 
 
-LEFT_OUT = {
-    "missing": {"data.hard_negatives": 2, "data.fill_negatives": "none"},
-}
-"""Options that leave pairs out of the loss."""
-
-
 @pytest.mark.filterwarnings("ignore:.*random passages are added")
-@pytest.mark.parametrize(("name", "method"), [("missing", "cont_cache")])
-def test_run_with_left_out_pairs_resumes_to_the_byte(name, method, data, tmp_path):
-    changes = LEFT_OUT[name]
-    train(train_config(data, tmp_path / "whole", method, **changes))
-    broken = broken_after(tmp_path / "whole", 2, tmp_path / "broken")
-    train(train_config(data, broken, method, resume=True, **changes))
-    assert weights(broken) == weights(tmp_path / "whole")
-    assert steps_of(broken) == steps_of(tmp_path / "whole")
-    last = [
-        newest_checkpoint(run).folder / "bank.safetensors" for run in (tmp_path / "whole", broken)
-    ]
+def test_run_with_missing_negatives_resumes_to_the_byte(data, tmp_path):
+    whole, hard = tmp_path / "whole", {"data.hard_negatives": 2}
+    changes = {**hard, "data.fill_negatives": "none"}
+    train(train_config(data, whole, "cont_cache", **changes))
+    broken = broken_after(whole, 2, tmp_path / "broken")
+    train(train_config(data, broken, "cont_cache", resume=True, **changes))
+    assert weights(broken) == weights(whole)
+    assert steps_of(broken) == steps_of(whole)
+    last = [newest_checkpoint(run).folder / "bank.safetensors" for run in (whole, broken)]
     assert last[0].read_bytes() == last[1].read_bytes()
-    train(
-        train_config(
-            data,
-            tmp_path / "other",
-            method,
-            **{key: changes[key] for key in changes if "hard_" in key},
-        )
-    )
+    train(train_config(data, tmp_path / "other", "cont_cache", **hard))
     assert weights(tmp_path / "other") != weights(broken)  # negative control
 
 
