@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
 
-from tqdm.auto import tqdm
-
 from contaccum.runtime.launch import is_main
 from contaccum.runtime.units import duration
 
@@ -36,6 +34,8 @@ def announced(task: str) -> Iterator[None]:
 
 
 def _say(text: str) -> None:
+    from tqdm.auto import tqdm
+
     if is_main():
         tqdm.write(f"contaccum: {text}", file=sys.stderr)
 
@@ -51,6 +51,8 @@ class Progress:
 
         total: None if it is unknown. unit: what ``total`` counts, such as ``passages``.
         """
+        from tqdm.auto import tqdm  # not above, because it would slow down every --help
+
         self.total, self.task, self.unit = total, task, unit
         self.done = 0
         self.began = time.monotonic()
@@ -78,8 +80,9 @@ class Progress:
         left = ""
         if self.total is not None:
             done += f" of {self.total:,}"
-            seconds = (now - self.began) / self.done * (self.total - self.done)
-            left = f", about {duration(seconds)} left"
+            spent = now - self.began
+            if spent >= LINE_SECONDS:  # the start is slow: the longest texts are encoded first
+                left = f", about {duration(spent / self.done * (self.total - self.done))} left"
         _say(f"{self.task}: {done} {self.unit}{left}")
 
     def __enter__(self) -> "Progress":

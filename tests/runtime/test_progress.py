@@ -24,24 +24,28 @@ def test_a_block_is_announced_only_if_it_is_slow(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("total", "line"),
+    ("total", "first", "second"),
     [
-        (None, r"contaccum: reading: 1,000 lines"),
-        (3000, r"contaccum: reading: 1,000 of 3,000 lines, about [0-9.e-]+ s left"),
+        (None, "1,000 lines", "2,000 lines"),
+        (3000, "1,000 of 3,000 lines", r"2,000 of 3,000 lines, about [0-9.e-]+ s left"),
     ],
 )
-def test_the_first_line_comes_soon_and_the_next_after_a_minute(total, line, monkeypatch, capsys):
+def test_the_first_line_comes_soon_and_the_next_after_a_minute(
+    total, first, second, monkeypatch, capsys
+):
+    """Only the later ones have an estimate of the time."""
     monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
     with Progress(total, "reading", "lines") as bar:
         for _ in range(3):
             bar.update(1000)
-    assert re.fullmatch(line + "\n", capsys.readouterr().err)
+    assert capsys.readouterr().err == f"contaccum: reading: {first}\n"
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     with Progress(total, "reading", "lines") as bar:
         for _ in range(3):
             bar.update(1000)
-    # nothing is left after the last item
-    assert len(capsys.readouterr().err.splitlines()) == (3 if total is None else 2)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (3 if total is None else 2)  # nothing is left after the last item
+    assert re.fullmatch(f"contaccum: reading: {second}", lines[1])
 
 
 def test_items_are_counted_as_they_pass(monkeypatch, capsys):
