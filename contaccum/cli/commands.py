@@ -171,10 +171,8 @@ def _mine(
 def _compare(options: CompareConfig, config: TrainConfig) -> object:
     with announced(LIBRARIES):
         from contaccum.experiments.compare import compare
-        from contaccum.experiments.study_report import summary
 
-    page = compare(partial(with_changes, config), options)
-    return f"{summary(page.parent, _line_width())}\n\n{page}"
+    return compare(partial(with_changes, config), options, _line_width())
 
 
 def _auto(options: AutoConfig, config: TrainConfig) -> str:
@@ -201,8 +199,7 @@ def _report(options: ReportConfig) -> object:
         options.metric,
         options.against,
         options.html,
-        options.wide,
-        width=None if options.wide else _line_width(),
+        width=_line_width(),
     )
 
 
@@ -283,14 +280,12 @@ COMMANDS = {
         _auto,
         "tune, train and evaluate within a time limit",
         "Check the data, and hold out dev queries if there is no dev split. Predict the time of "
-        "each stage, and stop at once if --time is too short. Find the largest "
-        "micro-batch size that fits into --memory. Use at most a fifth of --time to tune method, "
-        "batch size, bank size and learning rate on dev. Train in the remaining time, evaluate on "
-        "the test data, and say whether the trained model is better than the untrained one. A "
-        "second call continues with the first unfinished stage. Accepts every setting of "
+        "each stage, and stop at once if --time is too short. Use at most a fifth of --time to "
+        "tune method, batch size, bank size and learning rate on dev. Train in the remaining time, "
+        "evaluate on the test data, and say whether the trained model is better than the untrained "
+        "one. A second call continues with the first unfinished stage. Accepts every setting of "
         "`contaccum train`.",
-        "%(prog)s --data.train DATA --model.name MODEL --time 30m --output_dir DIR "
-        "[--memory 8GB] [--dry_run] [options]",
+        "%(prog)s --data.train DATA --model.name MODEL --time 30m --output_dir DIR [options]",
         (AutoConfig, TrainConfig),
         hidden=("resume", "allow_changes"),
         group="train a model",
@@ -298,7 +293,7 @@ COMMANDS = {
         "--output_dir runs/auto",
         main={
             "required": ("data.train", "time", "output_dir"),
-            "model and limits": ("model.name", "memory", "dry_run"),
+            "model and limits": ("model.name", "run.memory_budget"),
             "test": ("test", "test_split"),
             "settings that it does not choose": (
                 "model.max_query_length",
@@ -334,9 +329,9 @@ COMMANDS = {
     "plan": Command(
         _plan,
         "predict memory and step times",
-        "Run a few training steps with a method, or with several. Predict the largest micro-batch "
-        "and the largest bank that fit into --memory. Also predict the peak memory and the time of "
-        "a step. Accepts every setting of `contaccum train`.",
+        "Run a few training steps with a method, or with several. Find the largest micro-batch "
+        "that fits into --memory, its peak memory and the time of a step. Accepts every setting of "
+        "`contaccum train`.",
         "%(prog)s --config FILE [--method NAME | --methods all] [--memory 11GB] "
         "[--GROUP.FIELD VALUE ...]",
         (PlanConfig, TrainConfig),
@@ -399,7 +394,7 @@ COMMANDS = {
         "train with several methods, settings and seeds, and compare the results",
         "Train every combination of methods, varied settings and seeds, each in its own process "
         "and its own folder in output_dir/runs. Evaluate all runs on the same test data, and write "
-        "report.html, compare.json and runs.csv to output_dir. With "
+        "report.html and compare.json to output_dir. With "
         "--budget, every run gets as many steps as the budget allows. With --tune, each method "
         "uses the values that are best on dev. A second call runs only what is missing. Accepts "
         "every setting of `contaccum train`.",
@@ -427,10 +422,10 @@ COMMANDS = {
     "report": Command(
         _report,
         "compare training runs: table, significance tests, HTML report",
-        "Print a table with one row per run, the best run first. The columns are the settings that "
-        "differ, metric, step time, peak memory, gradient-norm ratio and number of negatives. "
-        "--wide adds more columns, and --against adds significance tests.",
-        "%(prog)s RUN [RUN ...] [--metric NAME] [--against RUN] [--html FILE] [--wide]",
+        "Print a table of runs, the best first; runs that differ only in the seed are one row. The "
+        "columns are the settings that differ, metric, training time, peak memory, number of "
+        "negatives and gradient-norm ratio, or with --against the differences and their tests.",
+        "%(prog)s RUN [RUN ...] [--metric NAME] [--against RUN] [--html FILE]",
         (ReportConfig,),
         group="measure and compare",
     ),

@@ -30,8 +30,8 @@ class CompareConfig:
     `--settings`, or a baseline. Default: grad_cache if it is among the methods, else the first
     method."""
     budget: str | None = None
-    """Budget of each training run, in one of four units: forward passes of a pair (200000f), pairs
-    (50000p), updates (300u), or seconds (600s). Every run gets as many steps as this budget allows.
+    """Budget of each training run: forward passes of a pair (200000f), or seconds (600s). Every run
+    gets as many steps as this budget allows.
     A backward pass counts as 2 forward passes, so a pair costs 3 passes with a one-pass method.
     With `grad_cache` or `cont_cache`, a pair costs 1 + 3 x `replay.share` passes, or 4 - B / N
     passes if `replay.share` is 1 (N pairs in a step, B in a micro-batch). For a budget in seconds,
@@ -49,7 +49,7 @@ class CompareConfig:
     settings: str | None = setting(None, metavar="FILE")
     """YAML file with the entries to compare, instead of `--methods` and `--vary`. The file maps the
     name of each entry to its settings. The key `tune` of an entry maps settings to the values to
-    try, or is a list of combinations."""
+    try."""
     keep_weights: bool = True
     """Keep the checkpoints and the model of each evaluated run. The weights of combinations that
     lost in tuning are always deleted."""
@@ -59,21 +59,16 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class AutoConfig:
-    """Memory limit, time limit and test data of an automatic training run."""
+    """Time limit and test data of an automatic training run."""
 
     time: str = setting(metavar="TIME")
     """Time limit of the whole command, such as 90s, 30m or 2h. It includes measurements, tuning,
     the two baselines, the final training run and its evaluation."""
-    memory: str | None = setting(None, metavar="SIZE")
-    """Memory that the training process may use, such as 8GB or 24GiB: GPU memory, or main memory on
-    a CPU. Default: what is free now; on a CPU, 80 % of it."""
     test: str | None = setting(None, metavar="DATA")
     """Test data: BEIR folder or name of a data set. Default: the data set named in `data.train`,
     with the split `test_split`. If there is no such split, the dev queries."""
     test_split: str = "test"
     """Split of the test data to use."""
-    dry_run: bool = setting(False, flag=True)
-    """Only measure, and print the plan with the time of each stage."""
 
 
 @dataclass(eq=False, repr=False)
@@ -82,7 +77,7 @@ class PlanConfig:
 
     memory: str | None = setting(None, metavar="SIZE")
     """Memory that one process may use, such as 11GB or 24GiB: GPU memory, or main memory on a CPU.
-    Default: what is free now; on a CPU, 80 % of it."""
+    Default, and on a CPU the most: what is free now; on a CPU, 80 % of it."""
     methods: str | None = None
     """Training methods to plan for, separated by commas: `in_batch`, `grad_accum`, `grad_cache`,
     `passage_bank`, `cont_accum`, `cont_cache`; or `all`. Default: `method` of the config."""
@@ -99,11 +94,7 @@ class ReportConfig:
     metric: str = "ndcg@10"
     """Metric to show."""
     against: str | None = setting(None, metavar="RUN")
-    """Run that the significance tests compare with the other runs, query by query. Runs that differ
-    only in the seed count as one run."""
+    """Run that the significance tests compare with the other runs, query by query. Runs whose names
+    and settings differ only in the seed count as one run."""
     html: str | None = setting(None, metavar="FILE")
     """HTML file to write. The page is a single file. This option needs the extra `study`."""
-    wide: bool = setting(False, flag=True)
-    """Also show batch sizes, bank rows, pairs per second, the share of time spent waiting for data,
-    effect sizes, the p values of t-tests and empty columns, and shorten no cell. Default: lines of
-    at most 120 characters."""

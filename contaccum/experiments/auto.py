@@ -1,4 +1,4 @@
-"""``contaccum auto``: tune, train and evaluate within a time limit and a memory limit.
+"""``contaccum auto``: tune, train and evaluate within a time limit.
 
 At the end, say whether to use the model.
 
@@ -27,20 +27,20 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from math import gcd
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from datasets import Dataset
 
-from contaccum.config import TrainConfig, validate
+from contaccum.config import TrainConfig
 from contaccum.config.experiments import AutoConfig
 from contaccum.data.dataset import load_training, open_dataset
 from contaccum.data.dev_set import hold_out, write_dev_set
 from contaccum.data.retrieval_set import splits_of
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.metrics import read_metrics
-from contaccum.evaluation.significance import Comparison, compare
+from contaccum.evaluation.significance import Comparison
 from contaccum.experiments.auto_state import (
     DEV_SHARE,
     FEWEST_STEPS,
@@ -52,18 +52,24 @@ from contaccum.experiments.auto_state import (
     passes,
 )
 from contaccum.experiments.compare import Configure
-from contaccum.experiments.jobs import data_hashes, delete_weights, refuse_changed, run_job
-from contaccum.experiments.measure import measure_micro_batch, memory_budget
-from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE, dev_score
+from contaccum.experiments.jobs import Kind, contents_of, delete_weights, run_job
+from contaccum.experiments.report import write_page
+from contaccum.experiments.run_records import (
+    METRICS_FILE,
+    TUNED_FILE,
+    dev_score,
+    differences,
+    group_runs,
+    load_run_record,
+)
 from contaccum.experiments.settings import Values, Variant, named
-from contaccum.experiments.study_report import StudyResult, write_report
 from contaccum.experiments.tuning import Tuned, rung_shares, tune
 from contaccum.formats.records import Passage
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
 from contaccum.runtime.processes import encoding_device
-from contaccum.runtime.units import duration, gigabytes
+from contaccum.runtime.units import duration
 from contaccum.training.log import read_log
 from contaccum.training.loop import Training
 from contaccum.training.parts import build_encoder
@@ -89,7 +95,8 @@ CHOSEN = (
 )  # fmt: skip
 """Settings that ``contaccum auto`` sets itself."""
 MOST_EPOCHS = 20  # maximum number of epochs of a run
-LARGEST_BATCH_TOKENS = 2048  # on a CPU, larger micro-batches are not faster
+# tokens of the passages in a micro-batch of cont_accum; on a CPU, larger ones are not faster
+BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 DEV_PASSAGES = (200, 2000)  # least and greatest number of passages in the small dev set
 DEV_QUERIES = (50, 300)
 REPORT_SECONDS = 60.0
@@ -98,20 +105,19 @@ SAMPLE_SHARE = 0.03  # share of the time limit that encoding a sample may take
 # Factors of the predictions, measured with all-MiniLM-L6-v2 on two CPU cores. They only have to
 # serve until the stage was measured.
 TRAINING_PASS = 1.5  # one forward pass in training / encoding: dropout, and padding to random texts
-PROBE_PASSES = 100  # passes over one pair in the process that measures the memory
 BM25_SHARE = 0.05  # BM25 / evaluation of the untrained model
 
 
 def run_auto(configure: Configure, options: AutoConfig, began: float | None = None) -> str:
     """Run the unfinished stages and return the verdict.
 
-    With ``dry_run``, only measure and return the plan. began: start of the call by
-    ``time.monotonic``. Default: now.
+    began: start of the call by ``time.monotonic``. Default: now.
 
     Raises InputError for wrong settings or data. Raises Interrupted after a signal.
     """
     auto = Auto(configure, options, time.monotonic() if began is None else began)
     with waiting_lock(auto.output / LOCK_FILE, after=1.0), StopSignals():
+        auto.state.settings |= auto.contents()
         auto.state = State.read(auto.state.file, auto.state.settings, auto.began)
         try:
             return auto.run()
@@ -149,9 +155,8 @@ class Auto:
         self.output = Path(base.output_dir)
         self.data = base.data
         self.total = parse_time(options.time)
-        self.memory = memory_budget(options.memory, base.run.device)
         # a second call may have another time limit
-        settings = {**asdict(base), "auto": {**asdict(options), "dry_run": False, "time": ""}}
+        settings = {**asdict(base), "auto": {**asdict(options), "time": ""}}
         self.state = State(settings, file=self.output / STATE_FILE, began=began)
         self.source = open_dataset(base.data.train, base.data.split, base.data.policy)
         splits = splits_of(self.source.path) if self.source.path.is_dir() else []
@@ -172,20 +177,11 @@ class Auto:
         if not self.state.steps:
             self._predict()
             self._check_time()
-        hashes = data_hashes("run", replace(self.base, data=replace(self.data, dev=None)))
-        for name, source in (("dev_content", self.dev_source), ("test_content", self.test_source)):
-            if source:
-                hashes[name] = open_dataset(*source, self.data.policy).retrieval_set.fingerprint()
-        refuse_changed(self.output, self.state.content, hashes, self.base)
-        self.state.content = hashes
         self._divide()
         self._evaluate("untrained", "dev", self.dev)
         if self.state.best is None:
             metrics = read_metrics(self.output / "dev" / METRICS_FILE)
             self.state.best = metrics["mean"][self.base.run.metric]
-        self._measure()
-        if self.options.dry_run:
-            return self._plan_text()
         if self.test is self.dev:  # evaluated already
             self.state.seconds["untrained"] = self.state.seconds["dev"]
             (self.output / "untrained").mkdir(exist_ok=True)
@@ -196,6 +192,14 @@ class Auto:
         self._tune()
         self._train()
         return self._verdict()
+
+    def contents(self) -> dict[str, str]:
+        """Return hashes of the training, dev and test data, and of encoders in local folders."""
+        data = replace(self.data, dev=None)
+        if self.dev_source:
+            data = replace(data, dev=self.dev_source[0])
+        test = self.test if self.test_source else None
+        return contents_of("run", replace(self.base, data=data), test)
 
     def say(self, text: str) -> None:
         """Print a line with the time and the best dev score so far, and save the state."""
@@ -209,19 +213,22 @@ class Auto:
     def config(self, folder: str, changes: dict[str, str]) -> TrainConfig:
         """Return the config of a run in ``folder`` with ``changes``.
 
-        It has the small dev set and micro-batches that fit in memory.
+        It has the small dev set.
         """
-        pairs = int(changes.get("batch.global_batch_size", 1))
-        if self.state.micro_batch_size:
-            size = gcd(self.state.micro_batch_size, pairs)
-            changes = {**changes, "batch.micro_batch_size": str(size)}
         # the number of steps changes with the time that is left
         config = replace(self.configure(changes), resume=True, allow_changes=True)
         data = replace(config.data, dev=self.dev["data"], dev_split="dev")
         if (part := self.output / "data" / "train").is_dir():
             data = replace(data, train=str(part), split="train")
-        # --memory limits the number of pairs
-        batch = replace(config.batch, micro_batch_tokens=None)
+        # cont_accum gets its negatives from the micro-batch; training chooses the others' size
+        size: int | Literal["auto"] = "auto"
+        if config.method == "cont_accum":
+            tokens = BATCH_TOKENS.get(encoding_device(config.run.device).type, BATCH_TOKENS["cpu"])
+            passages = 1 + data.hard_negatives
+            pairs = tokens // (passages * (config.model.max_passage_length or 256))
+            size = next(size for size in (64, 32, 16, 8) if size <= max(8, pairs))
+            size = min(size, config.batch.global_batch_size)
+        batch = replace(config.batch, micro_batch_size=size, micro_batch_tokens=None)
         return replace(config, data=data, batch=batch, output_dir=str(self.output / folder))
 
     def _predict(self) -> None:
@@ -256,7 +263,6 @@ class Auto:
         forward = TRAINING_PASS * (query + (1 + self.data.hard_negatives) * passage)
         state.predicted = {
             "dev": dev,
-            "measure": startup + PROBE_PASSES * forward,
             "untrained": untrained,
             "bm25": BM25_SHARE * untrained,
             "run": startup + dev,
@@ -301,11 +307,8 @@ class Auto:
             dev = open_dataset(*self.dev_source, self.data.policy).retrieval_set
             write_dev_set(dev, folder / "dev", queries, passages, seed)
 
-    def _evaluate(self, kind: str, stage: str, data: dict[str, str]) -> None:
-        """Evaluate a baseline and save the duration, unless an earlier call did both.
-
-        kind: ``untrained`` or ``bm25``.
-        """
+    def _evaluate(self, kind: Kind, stage: str, data: dict[str, str]) -> None:
+        """Evaluate a baseline and save the duration, unless an earlier call did both."""
         if stage in self.state.seconds and (self.output / stage / METRICS_FILE).is_file():
             return
         whose = "dev" if data is self.dev else "test"
@@ -317,36 +320,6 @@ class Auto:
         self.state.save()
         if not self.state.steps:
             self._check_time()
-
-    def _measure(self) -> None:
-        """Find the largest micro-batch that fits into the memory.
-
-        It is measured with cont_cache, which needs the most memory: it has a bank, and vectors and
-        gradients of a whole step.
-        """
-        if self.state.micro_batch_size:
-            return
-        config = self.config("dev", {**RECIPES[1], **_batch(BATCHES[1])})
-        validate(config)
-        expected = duration(self.state.expected("measure"))
-        self.say(f"measuring the memory of training steps, about {expected}")
-        # on a GPU, memory that this process keeps would count as that of other programs
-        Engine.free_memory()
-        most = None
-        if encoding_device(self.base.run.device).type == "cpu":
-            most = max(8, LARGEST_BATCH_TOKENS // (self.base.model.max_passage_length or 256))
-        began = time.monotonic()
-        found = measure_micro_batch(config, self.memory, most)
-        if found.size is None:
-            raise InputError(
-                f"--memory is {gigabytes(self.memory)}, but {config.method} needs "
-                f"{gigabytes(found.peak)} even with one pair at a time. Lower "
-                "model.max_passage_length, set lora.rank, or raise --memory."
-            )
-        self.state.micro_batch_size = found.size
-        self.state.seconds["measure"] = time.monotonic() - began
-        self.state.save()
-        self._check_time()
 
     def _candidates(self) -> list[Values]:
         """Return the combinations of settings to choose from, the most promising first."""
@@ -375,7 +348,13 @@ class Auto:
         if self.state.chosen:
             return
         candidates, budget = self.state.tuning_plan(self._candidates(), self.total)
-        self.say(self._tuning_text(candidates, budget))
+        plan = f"none, because the time is too short; {described(candidates[0])}"
+        if budget:
+            plan = (
+                f"{len(candidates)} combinations, {duration(TUNING * self.total)}; longest run "
+                f"{duration(budget)}"
+            )
+        self.say(f"tuning: {plan}")
         tuned = Tuned(
             Variant("auto", "grad_cache", (), tuple(candidates)), rung_shares(len(candidates), None)
         )
@@ -388,8 +367,9 @@ class Auto:
             )
         best = candidates[0]
         for scores in tuned.rungs:
-            if scores:  # the last rung with a successful run decides
-                best = max(scores, key=scores.__getitem__)
+            known = {values: score for values, score in scores.items() if score is not None}
+            if known:  # the last rung with a successful run decides
+                best = max(known, key=known.__getitem__)
         self.state.chosen = dict(best)
         self.state.save()
 
@@ -446,7 +426,7 @@ class Auto:
             return
         most, left = self._most_steps(values), state.training_seconds(self.total)
         if not state.steps or not (self.output / "train").is_dir():
-            state.steps = max(1, min(most, int(left / self._measured_step(values))))
+            state.steps = max(1, min(most, int(left / state.step_seconds(values))))
         evaluations = state.evaluations(self.total)
         evaluating = evaluations * state.expected("dev")
         config = self._run_config("train", values, state.steps, evaluations)
@@ -470,59 +450,28 @@ class Auto:
         )
         run_job("run", config, self.test, after_step=pace)
 
-    def _measured_step(self, values: Values) -> float:
-        """Return the mean seconds of a step in the tuning runs with ``values``.
-
-        Without such runs, estimate it.
-        """
-        runs = (self.output / "tune").glob(f"{named('run', values)}-*")
-        logged = [line["seconds"] for run in runs for line in read_log(run) if "loss" in line]
-        return statistics.mean(logged) if logged else self.state.step_seconds(values)
-
     def _verdict(self) -> str:
         """Write the report.
 
         Return a text with the verdict, the metrics, and the paths of model and report.
         """
         metric = self.base.run.metric
-        folders = [self.output / name for name in ("bm25", "untrained", "train")]
-        scores = {folder.name: read_metrics(folder / METRICS_FILE) for folder in folders}
-        found = compare(
-            {0: scores["train"]["per_query"]}, {0: scores["untrained"]["per_query"]}, metric
-        )
-        page = write_report(self.output, folders, StudyResult(metric, {self.output / "untrained"}))
-        means = ", ".join(f"{name} {each['mean'][metric]:.4f}" for name, each in scores.items())
+        runs = [load_run_record(self.output / name) for name in ("bm25", "untrained", "train")]
+        groups = group_runs(runs)
+        found = differences(groups, metric, {self.output / "untrained"})
+        page = self.output / "report.html"
+        write_page(page, "Report", groups, metric, found)
+        means = ", ".join(f"{run.name} {run.score(metric):.4f}" for run in runs)
+        trained = next(one.found for one in found if one.group.method)
         on = (
             "the dev queries, also used to choose the settings"
             if self.test is self.dev
             else "the test queries"
         )
         return (
-            f"{verdict(found, metric)}\n{metric} on {on}: {means}\n"
+            f"{verdict(trained, metric)}\n{metric} on {on}: {means}\n"
             f"model: {self.output / 'train' / 'model'}\nreport: {page}\n"
             f"time: {duration(self.state.elapsed)} of {duration(self.total)}"
-        )
-
-    def _tuning_text(self, candidates: list[Values], budget: float) -> str:
-        if not budget:
-            return f"tuning: none, because the time is too short; {described(candidates[0])}"
-        return (
-            f"tuning: {len(candidates)} combinations, {duration(TUNING * self.total)}; longest run "
-            f"{duration(budget)}"
-        )
-
-    def _plan_text(self) -> str:
-        state = self.state
-        candidates, budget = state.tuning_plan(self._candidates(), self.total)
-        left = state.training_seconds(self.total) - (TUNING * self.total if budget else 0.0)
-        return (
-            f"micro-batch that fits into {gigabytes(self.memory)}: {state.micro_batch_size}\n"
-            f"untrained model and BM25 on the test queries: "
-            f"{duration(state.expected('untrained') + state.expected('bm25'))}\n"
-            f"{self._tuning_text(candidates, budget)}\n"
-            f"final training: {duration(left)}, with {state.evaluations(self.total)} dev "
-            f"evaluations of {duration(state.expected('dev'))}\n"
-            f"test of the trained model: {duration(state.after_training())}"
         )
 
 

@@ -15,7 +15,7 @@ from contaccum.runtime.files import read_json, write_json
 from contaccum.training.run_folder import config_differences
 
 STATE_FILE = "auto.json"
-STAGES = ("dev", "measure", "untrained", "bm25")  # before tuning, in this order
+STAGES = ("dev", "untrained", "bm25")  # before tuning, in this order
 TUNING = 0.2  # share of the time limit that tuning may take
 LEAST_TRAINING = 0.15  # share of the time limit that must be left for training steps
 RESERVE = 0.05  # share of the time limit that is left free, because predictions are not exact
@@ -59,8 +59,6 @@ class State:
     """
     seconds: dict[str, float] = field(default_factory=dict)
     """Measured seconds, with the keys of ``predicted``. They replace the prediction."""
-    micro_batch_size: int = 0
-    """Largest micro-batch size that fits into the memory. 0: not measured yet."""
     dev_passages: int = 0
     """Number of passages in the small dev set. 0: not chosen yet."""
     tuning: float = 0.0
@@ -70,7 +68,6 @@ class State:
     steps: int = 0
     """Number of optimizer steps of the final run. 0: not planned yet."""
     best: float | None = None  # best dev score so far
-    content: dict[str, str] = field(default_factory=dict)  # see data_hashes
     format_version: int = 1
     file: Path = field(default=Path(), repr=False)
     began: float = field(default_factory=time.monotonic, repr=False)
@@ -86,8 +83,8 @@ class State:
         saved = read_json(file, cls, version=1)
         if changes := "; ".join(config_differences(saved.settings, settings)):
             raise InputError(
-                f"{file.parent}: contains results with other settings ({changes}). Use the same "
-                "settings or another folder. Only --time may change."
+                f"{file.parent}: contains results with other settings or data ({changes}). Use the "
+                "same ones or another folder. Only --time may change."
             )
         return replace(saved, file=file, began=began)
 

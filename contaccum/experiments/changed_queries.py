@@ -1,9 +1,11 @@
 """Find the queries that differ most between two systems, with their best passages."""
 
+import statistics
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from contaccum.config import DataPolicy
 from contaccum.data.corpus import find_rows
@@ -11,7 +13,7 @@ from contaccum.data.dataset import open_dataset
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.errors import InputError
 from contaccum.evaluation.significance import ROUNDING
-from contaccum.experiments.run_records import Difference, RunGroup, best_first, mean_std
+from contaccum.experiments.run_records import Difference, RunGroup, best_first
 
 SHOWN_QUERIES = 20  # number of queries that gained most, and of queries that lost most
 SHOWN_CHARACTERS = 300  # longer texts are shortened
@@ -34,7 +36,8 @@ class Ranking(NamedTuple):
     passages: list[ShownPassage]
 
 
-class ChangedQuery(NamedTuple):
+@dataclass
+class ChangedQuery:
     """Query with different values of the metric."""
 
     id: str
@@ -98,62 +101,49 @@ def changed_queries(
         ordered = sorted(differences, key=lambda key: differences[key])
         lost = [key for key in ordered[:SHOWN_QUERIES] if differences[key] < -ROUNDING]
         gained = [key for key in ordered[::-1][:SHOWN_QUERIES] if differences[key] > ROUNDING]
-        query_texts: dict[str, str] = {}
-        rankings: dict[str, list[Ranking]] = {key: [] for key in [*gained, *lost]}
+        shown = {key: ChangedQuery(key, "", differences[key], []) for key in [*gained, *lost]}
         for system, system_values in ((group, values), (reference, reference_values)):
-            run = next(run for run in system.runs if run.per_query)
-            metrics: dict[str, Any] = run.metrics or {}
+            metrics = next(run.metrics for run in system.runs if run.metrics and run.per_query)
             first_passages: dict[str, dict[str, int]] = metrics.get("first_passages", {})
-            if not first_passages:
-                notes.append(f"{system.label}: the file of metrics lists no passages.")
             contents: dict[str, tuple[str, str]] = {}  # passage id -> title and text
             try:
-                if first_passages and "data" not in metrics:
-                    raise InputError("the file of metrics names no data set")
-                if first_passages:
-                    data = open_data(metrics["data"], metrics.get("split", "test"))
-                    if metrics.get("test_content") not in (None, data.fingerprint()):
-                        raise InputError(
-                            f"{metrics['data']}: the data changed after the evaluation"
-                        )
-                    ids = {passage for key in rankings for passage in first_passages.get(key, {})}
-                    rows = find_rows(data.corpus, ids)
-                    table = data.corpus.select(list(rows.values()))
-                    contents = dict(
-                        zip(rows, zip(table["title"], table["text"], strict=True), strict=True)
-                    )
-                    query_texts |= {
-                        key: data.queries[key] for key in rankings if key in data.queries
-                    }
+                data = open_data(metrics.get("data", ""), metrics.get("split", "test"))
+                if metrics.get("test_content") not in (None, data.fingerprint()):
+                    raise InputError(f"{metrics['data']}: the data changed after the evaluation")
+                ids = {passage for key in shown for passage in first_passages.get(key, {})}
+                rows = find_rows(data.corpus, ids)
+                table = data.corpus.select(list(rows.values()))
+                texts = zip(table["title"], table["text"], strict=True)
+                contents = dict(zip(rows, texts, strict=True))
+                for key, query in shown.items():
+                    query.text = shortened(data.queries.get(key, ""))
             except InputError as error:
                 notes.append(f"{system.label}: only ids are shown, without texts. {error}")
-            for key, shown in rankings.items():
+            for key, query in shown.items():
                 passages = []
                 for passage, grade in first_passages.get(key, {}).items():
                     title, text = contents.get(passage, ("", ""))
                     passages.append(ShownPassage(passage, shortened(title), shortened(text), grade))
-                shown.append(Ranking(system.label, system_values[key], passages))
-        gains, losses = (
-            [
-                ChangedQuery(
-                    key, shortened(query_texts.get(key, "")), differences[key], rankings[key]
-                )
-                for key in keys
-            ]
-            for keys in (gained, lost)
+                query.rankings.append(Ranking(system.label, system_values[key], passages))
+        changed.append(
+            ChangedPair(
+                group.label,
+                reference.label,
+                [shown[key] for key in gained],
+                [shown[key] for key in lost],
+            )
         )
-        changed.append(ChangedPair(group.label, reference.label, gains, losses))
     return ChangedQueries(list(dict.fromkeys(notes)), changed)
 
 
 def query_values(group: RunGroup, metric: str) -> dict[str, float]:
     """Return the metric of each test query, as the mean over the seeds: query id -> value."""
     runs = [run.per_query for run in group.runs if run.per_query]
-    values = {}
-    for query in runs[0]:
-        if all(metric in run.get(query, {}) for run in runs):
-            values[query] = mean_std(run[query][metric] for run in runs)[0] or 0.0
-    return values
+    return {
+        query: statistics.mean(run[query][metric] for run in runs)
+        for query in runs[0]
+        if all(metric in run.get(query, {}) for run in runs)
+    }
 
 
 def shortened(text: str) -> str:

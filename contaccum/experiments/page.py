@@ -3,10 +3,9 @@
 The page loads no other file. Only this file imports matplotlib.
 """
 
+import base64
 import io
-import re
-import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,12 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TEMPLATE = Path(__file__).with_name("report.html")
-INK = "#0a0b0c"
-"""Color of text and axes in a plot. The HTML page replaces this color by the text color of the
-light or dark theme."""
+INK = "#767f89"  # color of text and axes, readable in the light and the dark theme of the page
 SHORTEST = 10  # columns of a table are not made narrower than this
 COLORS = ("#2f86d1", "#d9682b", "#2a9d72", "#c16fa5", "#c99a1b", "#58a9c9", "#8b7bd8", "#98753f")
-DASHES = ("-", "--", ":", "-.")
 MAX_POINTS = 300  # points per curve; in longer logs, neighboring steps are averaged
 STYLE = {
     "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
@@ -35,7 +31,6 @@ STYLE = {
     "xtick.color": INK, "ytick.color": INK,
     "grid.color": INK, "legend.frameon": False, "svg.fonttype": "none", "lines.linewidth": 1.8,
 }  # fmt: skip
-Looks = dict[str, dict[str, str]]  # label of a group -> its color and line style
 
 
 class Table(NamedTuple):
@@ -44,14 +39,16 @@ class Table(NamedTuple):
     heads: Sequence[str]
     rows: list[list[str]]
 
-    def without(self, heads: Collection[str]) -> "Table":
-        """Return the table without the columns that have these headings, and without empty ones."""
-        shown = [
-            column
-            for column, head in enumerate(self.heads)
-            if head not in heads and {row[column] for row in self.rows} != {MISSING}
+    def only(self, heads: Sequence[str]) -> "Table":
+        """Return the table with these columns, without those in which every cell is missing."""
+        columns = [
+            n
+            for n, head in enumerate(self.heads)
+            if head in heads and any(row[n] != MISSING for row in self.rows)
         ]
-        return Table([self.heads[n] for n in shown], [[row[n] for n in shown] for row in self.rows])
+        return Table(
+            [self.heads[n] for n in columns], [[row[n] for n in columns] for row in self.rows]
+        )
 
     def markdown(self, width: int | None = None) -> str:
         """Return the table as Markdown.
@@ -94,7 +91,7 @@ class Plot(NamedTuple):
 
     name: str
     caption: str
-    svg: str  # an <svg> element
+    image: str  # SVG in base64
 
 
 class Section(NamedTuple):
@@ -110,12 +107,12 @@ def html(
     title: str,
     sections: Sequence[Section],
     plots: Sequence[Plot],
-    legend: Sequence[tuple[str, str]],
+    legend: Mapping[str, str],
     changed: ChangedQueries,
 ) -> str:
     """Return a report as an HTML page that loads no other file.
 
-    ``legend`` contains the label and color of each group.
+    legend: label of each group -> its color.
     """
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -132,18 +129,14 @@ def require_matplotlib() -> None:
         )
 
 
-def legend(groups: list[RunGroup]) -> list[tuple[str, str]]:
-    """Return the label and the color of each group."""
-    return [(group.label, COLORS[i % len(COLORS)]) for i, group in enumerate(groups)]
+def legend(groups: Sequence[RunGroup]) -> dict[str, str]:
+    """Return the color of each group: label -> color."""
+    return {group.label: COLORS[i % len(COLORS)] for i, group in enumerate(groups)}
 
 
-def draw_all(groups: list[RunGroup], metric: str) -> list[Plot]:
+def draw_all(groups: Sequence[RunGroup], metric: str) -> list[Plot]:
     """Draw every plot for which the runs have data."""
     require_matplotlib()
-    looks = {
-        label: {"color": color, "linestyle": DASHES[i // len(COLORS) % len(DASHES)]}
-        for i, (label, color) in enumerate(legend(groups))
-    }
     plots = [
         _plot(
             "metric-time",
@@ -151,21 +144,21 @@ def draw_all(groups: list[RunGroup], metric: str) -> list[Plot]:
             "over seeds, horizontal lines are baselines without training",
             "training seconds",
             metric,
-            lambda axes: _draw_cost(axes, groups, looks, metric, "train_seconds"),
+            lambda axes: _draw_cost(axes, groups, metric, "train_seconds"),
         ),
         _plot(
             "metric-memory",
             f"{metric} on the test data against peak memory",
             "peak memory, MiB",
             metric,
-            lambda axes: _draw_cost(axes, groups, looks, metric, "peak_mib"),
+            lambda axes: _draw_cost(axes, groups, metric, "peak_mib"),
         ),
         _plot(
-            "dev-time",
-            f"{metric} on dev during training, one line per seed",
-            "training seconds",
+            "dev",
+            f"{metric} on dev during training, mean and range over seeds",
+            "step",
             f"dev {metric}",
-            lambda axes: _draw_dev(axes, groups, looks, metric),
+            lambda axes: _draw_curves(axes, groups, {metric: "-"}),
         ),
         _plot(
             "loss",
@@ -173,7 +166,7 @@ def draw_all(groups: list[RunGroup], metric: str) -> list[Plot]:
             "negatives, so do not compare the levels of their losses",
             "step",
             "loss",
-            lambda axes: _draw_curves(axes, groups, looks, ("loss",)),
+            lambda axes: _draw_curves(axes, groups, {"loss": "-"}),
         ),
         _plot(
             "grad-ratio",
@@ -181,7 +174,7 @@ def draw_all(groups: list[RunGroup], metric: str) -> list[Plot]:
             "norms",
             "step",
             "passage / query",
-            lambda axes: _draw_gradient_ratio(axes, groups, looks),
+            lambda axes: _draw_curves(axes, groups, {"grad_norm_ratio": "-"}),
         ),
         _plot(
             "bank-drift",
@@ -190,7 +183,7 @@ def draw_all(groups: list[RunGroup], metric: str) -> list[Plot]:
             "step",
             "cosine",
             lambda axes: _draw_curves(
-                axes, groups, looks, ("drift_query_cosine", "drift_passage_cosine")
+                axes, groups, {"drift_query_cosine": "-", "drift_passage_cosine": "--"}
             ),
         ),
     ]
@@ -213,16 +206,9 @@ def _plot(
             return None
         axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel)
-        file = io.StringIO()
+        file = io.BytesIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    # as an element of the page: unique ids, the text color of the page, no fixed size
-    svg = file.getvalue()
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 role="img"', svg)
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = re.sub(r'(href="|url\()#', rf"\g<1>#{name}-", svg)
-    return Plot(name, caption, svg.replace(INK, "currentColor"))
+    return Plot(name, caption, base64.b64encode(file.getvalue()).decode())
 
 
 def curves(group: RunGroup, name: str) -> np.ndarray:
@@ -236,67 +222,39 @@ def curves(group: RunGroup, name: str) -> np.ndarray:
     width = max(1, -(-len(steps) // MAX_POINTS))
     points = []
     for block in np.array_split(steps, range(width, len(steps), width)):
-        means = [
-            statistics.mean(values)
-            for run in runs
-            if (values := [run[s] for s in block if s in run])
-        ]
+        means = [np.mean(values) for run in runs if (values := [run[s] for s in block if s in run])]
         if means:
-            points.append((block.mean(), statistics.mean(means), min(means), max(means)))
+            points.append((block.mean(), np.mean(means), min(means), max(means)))
     return np.array(points).reshape(-1, 4).T
 
 
-def _draw_curves(
-    axes: "Axes", groups: list[RunGroup], looks: Looks, names: tuple[str, ...]
-) -> None:
-    """Plot logged values over steps. Several values of a group differ in the line style."""
+def _draw_curves(axes: "Axes", groups: Sequence[RunGroup], names: dict[str, str]) -> None:
+    """Plot logged values over steps. names: name of a logged value -> line style."""
+    colors = legend(groups)
     for group in groups:
-        for name, dash in zip(names, DASHES, strict=False):
+        color = colors[group.label]
+        for name, style in names.items():
             steps, mean, low, high = curves(group, name)
-            if not len(steps):
-                continue
-            color = looks[group.label]["color"]
-            style = dash if len(names) > 1 else looks[group.label]["linestyle"]
-            marker = "" if len(steps) > 1 else "o"
-            axes.plot(steps, mean, marker=marker, color=color, linestyle=style)
-            if len(group.runs) > 1:
+            if len(steps):
+                marker = "" if len(steps) > 1 else "o"
+                axes.plot(steps, mean, marker=marker, color=color, linestyle=style)
                 axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
     axes.locator_params(axis="x", integer=True)
 
 
-def _draw_gradient_ratio(axes: "Axes", groups: list[RunGroup], looks: Looks) -> None:
-    _draw_curves(axes, groups, looks, ("grad_norm_ratio",))
-    axes.set_yscale("log")
-    # 0.5 instead of a power of ten
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("")
-    if axes.has_data():
-        axes.axhline(1.0, color=INK, linewidth=0.8, alpha=0.6)
-
-
-def _draw_cost(axes: "Axes", groups: list[RunGroup], looks: Looks, metric: str, cost: str) -> None:
+def _draw_cost(axes: "Axes", groups: Sequence[RunGroup], metric: str, cost: str) -> None:
     """Plot the metric against a cost: a point for each group, a line for a group without cost.
 
     cost: attribute of RunRecord, such as ``train_seconds``.
     """
+    colors = legend(groups)
     for group in groups:
         score, deviation = group.score(metric)
         x, x_deviation = mean_std(getattr(run, cost) for run in group.runs)
         if x is not None and score is not None:
-            color = looks[group.label]["color"]
+            color = colors[group.label]
             axes.errorbar(x, score, deviation, x_deviation, fmt="o", color=color, capsize=3)
     for group in groups if axes.has_data() else ():
         score, _ = group.score(metric)
         if score is not None and group.mean(cost) is None:
-            axes.axhline(score, color=looks[group.label]["color"], linewidth=1.2, linestyle=":")
-
-
-def _draw_dev(axes: "Axes", groups: list[RunGroup], looks: Looks, metric: str) -> None:
-    for group in groups:
-        for run in group.runs:
-            lines = [line for line in run.evaluations if line["step"] in run.evaluation_times]
-            if len(lines) > 1:
-                times = [run.evaluation_times[line["step"]] for line in lines]
-                scores = [line["dev"].get(metric) for line in lines]
-                look: dict[str, Any] = {"alpha": 0.8, "marker": ".", **looks[group.label]}
-                axes.plot(times, scores, **look)
+            axes.axhline(score, color=colors[group.label], linewidth=1.2, linestyle=":")

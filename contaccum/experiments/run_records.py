@@ -4,17 +4,13 @@ import json
 import os
 import re
 import statistics
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from contaccum.config import METHOD_SPECS, affects, train_settings
+from contaccum.config import affects, train_settings
 from contaccum.errors import InputError
 from contaccum.evaluation.metrics import read_metrics
 from contaccum.evaluation.significance import Comparison, QueryScores, compare, holm
@@ -24,16 +20,9 @@ from contaccum.training.run_folder import CONFIG_FILE, flat, read_config
 
 MISSING = "-"  # empty cell of a table
 METRICS_FILE = "metrics.json"
-TUNED_FILE = "tuned.json"  # contains a DevScore as JSON
+TUNED_FILE = "tuned.json"  # dev metric of a finished tuning run
 SEED_SUFFIX = re.compile(r"[-_. ]?(seed|s)?[-_=]?\d+$")
 """Seed at the end of a run's name, such as -seed1."""
-
-
-class DevScore(TypedDict):
-    """Dev metric of a finished tuning run: name and value of the metric."""
-
-    metric: str
-    score: float
 
 
 @dataclass(frozen=True)
@@ -60,56 +49,28 @@ class RunRecord:
     def seed(self) -> int:
         return self.config.get("seed", 0)
 
-    def _totals(self, name: str) -> list[float]:
-        """Return the total seconds of each log line.
-
-        name: seconds or waited, whose logged values are means over steps.
-        """
-        totals = []
-        last = 0
-        for line in self.steps:  # a line covers the steps since the previous line
-            totals.append(line[name] * (line["step"] - last))
-            last = line["step"]
-        return totals
-
     @cached_property
     def times(self) -> dict[int, float]:
         """Logged step -> seconds of training up to this step.
 
         The time of evaluations, checkpoints and drift measurements is not counted.
         """
-        steps = [line["step"] for line in self.steps]
-        return dict(zip(steps, accumulate(self._totals("seconds")), strict=True))
-
-    @cached_property
-    def evaluation_times(self) -> dict[int, float]:
-        """Step of an evaluation on dev -> seconds of training up to it, interpolated."""
-        last = max(self.times, default=0)
-        steps = [line["step"] for line in self.evaluations if line["step"] <= last]
-        seconds = np.interp(steps, [0, *self.times], [0.0, *self.times.values()])
-        return dict(zip(steps, seconds.tolist(), strict=True))
+        times: dict[int, float] = {}
+        last, seconds = 0, 0.0
+        for line in self.steps:  # a line covers the steps since the previous line
+            seconds += line["seconds"] * (line["step"] - last)
+            last = line["step"]
+            times[last] = seconds
+        return times
 
     @property
     def train_seconds(self) -> float | None:
         return max(self.times.values(), default=None)
 
     @property
-    def waited(self) -> float | None:
-        """Share of the training time in which training waits for data.
-
-        The first line of the log is not counted.
-        """
-        waited, seconds = self._totals("waited"), self._totals("seconds")
-        return sum(waited[1:] or waited) / sum(seconds[1:] or seconds) if seconds else None
-
-    @property
-    def peak_memory(self) -> int | None:
-        """Peak memory in bytes: allocated on a GPU, or resident on a CPU."""
-        return max((line["peak_memory"] for line in self.steps), default=None)
-
-    @property
     def peak_mib(self) -> float | None:
-        return None if self.peak_memory is None else self.peak_memory / 2**20
+        """Peak memory in MiB: allocated on a GPU, or resident on a CPU."""
+        return max((line["peak_memory"] / 2**20 for line in self.steps), default=None)
 
     @property
     def per_query(self) -> QueryScores:
@@ -140,8 +101,13 @@ class RunRecord:
         return statistics.median(values) if values else None
 
     def curve(self, name: str) -> dict[int, float]:
-        """Return the logged value ``name`` of each logged step: step -> value."""
-        return {line["step"]: line[name] for line in self.steps if line.get(name) is not None}
+        """Return a logged value or a metric on dev by step. name: such as loss or ndcg@10."""
+        values = {}
+        for line in (*self.steps, *self.evaluations):
+            value = line.get("dev", line).get(name)
+            if value is not None:
+                values[line["step"]] = value
+        return values
 
 
 def dev_score(run: Path) -> float | None:
@@ -150,7 +116,7 @@ def dev_score(run: Path) -> float | None:
     Return None if the run is not finished.
     """
     file = run / TUNED_FILE
-    return read_json(file, DevScore)["score"] if file.is_file() else None
+    return read_json(file)["score"] if file.is_file() else None
 
 
 def load_run_record(folder: str | Path) -> RunRecord:
@@ -168,11 +134,6 @@ def load_run_record(folder: str | Path) -> RunRecord:
             )
         return RunRecord(path, {}, [], [], metrics, {})
     config = flat(read_config(path))
-    if config.get("method") not in METHOD_SPECS:
-        raise InputError(
-            f"{path / CONFIG_FILE}: method is {config.get('method')!r}; expected one of "
-            f"{', '.join(METHOD_SPECS)}"
-        )
     lines = read_log(path)
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if "dev" in line]
@@ -259,45 +220,38 @@ def group_runs(runs: list[RunRecord], labels: Mapping[Path, str] | None = None) 
 
     A second run with the same seed starts a new group. A baseline starts its own.
 
-    labels: folder of a run -> label of the run's group. Default: the names of the runs' folders,
-    without the seed at their end.
+    labels: folder of a run -> label of its group. Default: the name of the run's folder, in a group
+    of several runs without the seed at its end.
     """
     names = varied(runs)
-    groups: dict[tuple[str | None, str, int], RunGroup] = {}
+    groups: list[RunGroup] = []
     for run in runs:
-        used = [name for name in names if affects(name, run.method)] if run.method else []
-        values = [
-            f"{name.partition('.')[2]}={value}"
-            for name in used
-            if (value := run.config.get(name)) is not None  # None: not set
-        ]
-        settings = " ".join([run.method, *values]) if run.method else MISSING
-        given = (labels or {}).get(run.folder)
-        # a number for each further group of the same settings
-        number = 0
-        while other := groups.get((given, settings, number)):
-            if run.method and run.seed not in {each.seed for each in other.runs}:
+        label = (labels or {}).get(run.folder) or SEED_SUFFIX.sub("", run.name) or run.name
+        settings = MISSING
+        if run.method:
+            used = [name for name in names if affects(name, run.method)]
+            values = [
+                f"{name.partition('.')[2]}={value}"
+                for name in used
+                if (value := run.config.get(name)) is not None  # None: not set
+            ]
+            settings = " ".join([run.method, *values])
+        for group in groups:
+            same = group.label == label and group.settings == settings
+            if same and run.method and run.seed not in {other.seed for other in group.runs}:
+                group.runs.append(run)
                 break
-            number += 1
-        group = groups.setdefault((given, settings, number), RunGroup(given or "", settings))
-        group.runs.append(run)
+        else:
+            groups.append(RunGroup(label, settings, [run]))
     used_labels: set[str] = set()
-    for group in groups.values():
-        label = group.label or group.runs[0].name
-        if not group.label and len(group.runs) > 1:
-            bases = {SEED_SUFFIX.sub("", run.name) for run in group.runs} - {""}
-            label = bases.pop() if len(bases) == 1 else f"{label} and {len(group.runs) - 1} more"
-        group.label = f"{label} ({group.runs[0].folder})" if label in used_labels else label
-        used_labels.add(group.label)
-    return list(groups.values())
-
-
-def by_global_batch(groups: Iterable[RunGroup]) -> dict[int | None, list[RunGroup]]:
-    """Return the groups of each global batch size: size -> groups. Baselines have the size None."""
-    found: dict[int | None, list[RunGroup]] = defaultdict(list)
     for group in groups:
-        found[group.setting("batch.global_batch_size")].append(group)
-    return dict(sorted(found.items(), key=lambda item: (item[0] is None, item[0] or 0)))
+        first = group.runs[0]
+        if len(group.runs) == 1 and first.folder not in (labels or {}):
+            group.label = first.name
+        if group.label in used_labels:
+            group.label += f" ({first.folder})"
+        used_labels.add(group.label)
+    return groups
 
 
 class Difference(NamedTuple):
@@ -306,43 +260,42 @@ class Difference(NamedTuple):
     group: RunGroup
     reference: RunGroup
     found: Comparison
-    p_permutation: float
-    p_t: float
-    p_both: float | None  # over queries and seeds; None with fewer than two common seeds
+
+    @property
+    def p(self) -> float:
+        """P value over queries and seeds. With fewer than two common seeds: over queries."""
+        return self.found.p_permutation if self.found.p_both is None else self.found.p_both
 
 
 def differences(
-    groups: list[RunGroup], metric: str, reference: Collection[Path], equal_batch: bool = True
+    groups: list[RunGroup], metric: str, reference: Collection[Path]
 ) -> list[Difference]:
-    """Test each group against its reference group.
+    """Test each group against the reference group.
 
-    reference: folders of the reference runs. A reference group contains at least one of them.
-    equal_batch: if True, a group of training runs is compared only with a baseline, or with a group
-    that has the same global batch size. If several reference groups are possible, the one with the
-    best metric is used.
+    reference: folders of runs. Of the groups with one of these runs, the reference is that with
+    the best metric. Groups without metrics of each query are left out.
     """
-    pairs, baselines = [], [group for group in groups if group.method is None]
-    for size, members in by_global_batch(groups).items() if equal_batch else [(None, groups)]:
-        known = groups if size is None else [*members, *baselines]
-        chosen = [
-            one
-            for one in known
-            if any(run.folder in reference for run in one.runs) and one.scores(metric)
-        ]
-        best = max(chosen, key=lambda group: group.score(metric)[0] or 0.0, default=None)
-        if best is not None and best.per_query():
-            pairs += [
-                (group, best)
-                for group in members
-                if group.label != best.label and group.per_query()
-            ]
-    found = [compare(group.per_query(), other.per_query(), metric) for group, other in pairs]
-    # Holm's method corrects each of the three kinds of test on its own
-    p_permutation = holm([one.p_permutation for one in found])
-    p_t = holm([one.p_t for one in found])
-    p_both = iter(holm([one.p_both for one in found if one.p_both is not None]))
-    tested = []
-    for i, ((group, other), one) in enumerate(zip(pairs, found, strict=True)):
-        corrected = None if one.p_both is None else next(p_both)
-        tested.append(Difference(group, other, one, p_permutation[i], p_t[i], corrected))
-    return tested
+    evaluated = [group for group in groups if group.per_query()]
+    candidates = [
+        group for group in evaluated if any(run.folder in reference for run in group.runs)
+    ]
+    if not candidates:
+        return []
+    best = best_first(candidates, metric)[0]
+    tested = [group for group in evaluated if group is not best]
+    found = [compare(group.per_query(), best.per_query(), metric) for group in tested]
+    # Holm's method corrects each of the two kinds of test on its own
+    over_queries = holm([one.p_permutation for one in found])
+    over_both = iter(holm([one.p_both for one in found if one.p_both is not None]))
+    return [
+        Difference(
+            group,
+            best,
+            replace(
+                one,
+                p_permutation=p,
+                p_both=None if one.p_both is None else next(over_both),
+            ),
+        )
+        for group, one, p in zip(tested, found, over_queries, strict=True)
+    ]

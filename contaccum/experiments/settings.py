@@ -108,55 +108,41 @@ def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
     """Read the entries of a comparison from a YAML file that maps names to settings.
 
     In an entry, the key ``method`` is the method (default: the name of the entry), and the key
-    ``tune`` contains values to try. The other keys are settings with fixed values. tuned: setting
-    -> values to try. An entry without ``tune`` uses them for each setting that it does not fix.
+    ``tune`` maps settings to lists of values to try. The other keys are settings with fixed values.
+    tuned: setting -> values to try. An entry without ``tune`` uses them for each setting that it
+    does not fix.
     """
     path = config_path(path)
-    rows = read_yaml(path)
-    if not rows:
+    entries = []
+    for label, row in read_yaml(path).items():
+        where = f"{path}: {label}"
+        if not isinstance(row, dict):
+            raise InputError(f"{where} is {row!r}; it must be a mapping of settings")
+        method, tune = row.pop("method", label), row.pop("tune", None)
+        if not isinstance(method, str) or method not in METHOD_SPECS:
+            raise InputError(
+                f"{where}: method is {method!r}; choose from {', '.join(METHOD_SPECS)}"
+            )
+        if tune is None:
+            tune = {name: values for name, values in tuned.items() if name not in row}
+        if not isinstance(tune, dict) or not all(
+            isinstance(values, list) and values for values in tune.values()
+        ):
+            raise InputError(
+                f"{where}: tune is {tune!r}; expected settings with lists of values, such as "
+                "{bank.size: [64, 128]}"
+            )
+        for name in [*row, *tune]:
+            _check_name(where, name)
+        fixed = tuple((name, _text(value)) for name, value in row.items())
+        tried = {name: [_text(value) for value in values] for name, values in tune.items()}
+        entries.append(Variant(str(label), method, fixed, combinations(tried, method)))
+    if not entries:
         raise InputError(
             f"{path}: has no entries; expected names with settings, such as: grad_cache: "
-            f"{{replay.share: 0.5}}"
+            "{replay.share: 0.5}"
         )
-    return [_row(f"{path}: {label}", str(label), row, tuned) for label, row in rows.items()]
-
-
-def _row(where: str, label: str, row: Any, tuned: Mapping[str, list[str]]) -> Variant:
-    if not isinstance(row, dict):
-        raise InputError(f"{where} is {row!r}; it must be a mapping of settings")
-    method, tune = row.pop("method", label), row.pop("tune", None)
-    if not isinstance(method, str) or method not in METHOD_SPECS:
-        raise InputError(f"{where}: method is {method!r}; choose from {', '.join(METHOD_SPECS)}")
-    fixed = _values(where, row)
-    if tune is None:
-        tune = {name: values for name, values in tuned.items() if name not in dict(fixed)}
-    if isinstance(tune, dict):
-        return Variant(label, method, fixed, combinations(_grid(where, tune), method))
-    if not isinstance(tune, list) or not tune or not all(isinstance(each, dict) for each in tune):
-        raise InputError(
-            f"{where}: tune is {tune!r}; expected settings with lists of values, such as "
-            "{bank.size: [64, 128]}, or a list of combinations, such as [{bank.size: 64}, "
-            "{bank.size: 128}]"
-        )
-    return Variant(
-        label, method, fixed, tuple(dict.fromkeys(_values(where, each) for each in tune))
-    )
-
-
-def _grid(where: str, tune: dict[Any, Any]) -> dict[str, list[str]]:
-    for name, values in tune.items():
-        _check_name(where, name)
-        if not isinstance(values, list) or not values:
-            raise InputError(
-                f"{where}: tune.{name} is {values!r}; it must be a non-empty list of values"
-            )
-    return {name: [_text(each) for each in values] for name, values in tune.items()}
-
-
-def _values(where: str, row: dict[Any, Any]) -> Values:
-    for name in row:
-        _check_name(where, name)
-    return tuple((name, _text(value)) for name, value in row.items())
+    return entries
 
 
 def _text(value: Any) -> str:

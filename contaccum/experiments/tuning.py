@@ -11,78 +11,50 @@ first seed. Source: Jamieson, Talwalkar 2016, arXiv 1502.07943.
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
-from contaccum.config import TrainConfig, affects, train_settings
+from contaccum.config import TrainConfig, affects
 from contaccum.config.groups import OptimConfig
-from contaccum.config.load import number_type
 from contaccum.errors import InputError
 from contaccum.experiments.measure import measure_step
+from contaccum.experiments.page import MISSING, Section, Table, number
 from contaccum.experiments.settings import Values, Variant
 from contaccum.runtime.files import read_json, write_json
 from contaccum.training.run_folder import flat
 
 TIMES_FILE = "step_times.json"
-UNITS = {"f": "forward passes of a pair", "p": "pairs", "u": "updates", "s": "seconds"}
 LONGER = 3
 QUARTER = 4
 FINALISTS = 3
 
-Scores = dict[Values, float]
-
 
 class Budget(NamedTuple):
-    """Maximum cost of a training run.
-
-    unit: f (forward passes of a pair), p (pairs), u (updates) or s (seconds).
-    """
+    """Maximum cost of a training run, in seconds or in forward passes of a pair."""
 
     amount: Fraction
-    unit: Literal["f", "p", "u", "s"]
+    in_seconds: bool
 
     def __str__(self) -> str:
-        return f"{float(self.amount):g} {UNITS[self.unit]}"
-
-    def steps(self, config: TrainConfig, share: Fraction, step_seconds: float | None) -> int:
-        """Return the number of optimizer steps that fit in the fraction ``share`` of the budget.
-
-        step_seconds: measured seconds of a step, only for a budget in seconds. Raises InputError if
-        the number of steps is 0.
-        """
-        pairs = config.batch.global_batch_size
-        by_tokens = config.micro_batch_tokens or config.micro_batches_by_memory
-        micro_batch_size = None if by_tokens else config.micro_batch_size(world=1)
-        passes = config.spec.cost(pairs, micro_batch_size, config.replay_share)
-        prices = {"f": pairs * passes, "p": pairs, "u": 1, "s": step_seconds}
-        price = prices[self.unit]
-        assert price is not None
-        # limit_denominator removes rounding errors of the price: 1 + 3 * 0.3 is not exactly 1.9
-        steps = int(self.amount * share / Fraction(price).limit_denominator(10**9))
-        if steps < 1:
-            raise InputError(
-                f"--budget: one step of {config.method} costs {price:g} {UNITS[self.unit]}, but a "
-                f"run may cost at most {float(self.amount * share):g}. Raise --budget, or lower "
-                "batch.global_batch_size or --rungs."
-            )
-        return steps
+        unit = "seconds" if self.in_seconds else "forward passes of a pair"
+        return f"{float(self.amount):g} {unit}"
 
 
 def parse_budget(text: str) -> Budget:
-    """Convert a text such as 200000f (number and unit) to a budget.
+    """Convert a text such as 200000f (forward passes of a pair) or 600s (seconds) to a budget.
 
     Raise InputError if the text has another form.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([fpus])", text.strip())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([fs])", text.strip())
     if not found or not float(found[1]):
-        units = ", ".join(f"{letter} ({name})" for letter, name in UNITS.items())
         raise InputError(
-            f"--budget is {text!r}; it must be a number above 0 followed by one of {units}, such "
-            "as 200000f."
+            f"--budget is {text!r}; it must be a number above 0 followed by f (forward passes of a "
+            "pair) or s (seconds), such as 200000f."
         )
-    return Budget(Fraction(found[1]), found[2])  # type: ignore[arg-type]
+    return Budget(Fraction(found[1]), found[2] == "s")
 
 
 def limited(
@@ -95,7 +67,21 @@ def limited(
     """
     optim = config.optim
     if budget is not None:
-        steps = budget.steps(config, share, step_seconds)
+        pairs = config.batch.global_batch_size
+        by_tokens = config.micro_batch_tokens or config.micro_batches_by_memory
+        micro_batch_size = None if by_tokens else config.micro_batch_size(world=1)
+        passes = pairs * config.spec.cost(pairs, micro_batch_size, config.replay_share)
+        price = step_seconds if step_seconds is not None else passes
+        cost = budget._replace(amount=Fraction(price))
+        allowed = budget._replace(amount=budget.amount * share)
+        # limit_denominator removes rounding errors of the price: 1 + 3 * 0.3 is not exactly 1.9
+        steps = int(allowed.amount / Fraction(price).limit_denominator(10**9))
+        if steps < 1:
+            raise InputError(
+                f"--budget: one step of {config.method} costs {cost}, but a run may "
+                f"cost at most {allowed}. Raise --budget, or lower batch.global_batch_size or "
+                "--rungs."
+            )
         return replace(config, optim=replace(optim, max_steps=steps, epochs=OptimConfig.epochs))
     if share == 1:
         return config
@@ -160,12 +146,8 @@ class Tuned:
 
     variant: Variant
     shares: list[Fraction]
-    rungs: list[Scores] = field(default_factory=list)
-    """For each rung: candidate -> dev metric. Candidates with failed runs are missing."""
-    trained: list[int] = field(default_factory=list)
-    """Number of candidates that each rung trained."""
-    invalid: dict[str, str] = field(default_factory=dict)
-    """Name of a candidate that cannot be trained -> reason."""
+    rungs: list[dict[Values, float | None]] = field(default_factory=list)
+    """For each rung: candidate -> dev metric, None for a failed run."""
 
     def alive(self) -> list[Values]:
         """Return the candidates that the next rung (round of tuning) trains.
@@ -175,72 +157,26 @@ class Tuned:
         """
         if not self.rungs:
             return list(self.variant.candidates)
-        scores = self.rungs[-1]
+        scores = {key: score for key, score in self.rungs[-1].items() if score is not None}
         # stable: candidates with equal scores keep their order
         best = sorted(scores, key=lambda candidate: -scores[candidate])
-        return best[: survivors(self.trained[-1])]
+        return best[: survivors(len(self.rungs[-1]))]
 
     @property
     def chosen(self) -> Values | None:
         """Best candidate of the last rung. None if all runs of the last rung failed."""
-        return max(self.rungs[-1], key=self.rungs[-1].__getitem__, default=None)
-
-    @property
-    def full_runs(self) -> Fraction:
-        """Cost of tuning. A run with the full budget costs 1."""
-        return sum(
-            (count * share for count, share in zip(self.trained, self.shares, strict=True)),
-            Fraction(0),
-        )
+        return next(iter(self.alive()), None) if self.rungs else None
 
     def edges(self) -> list[str]:
-        """Return the tuned settings whose chosen number is the lowest or highest that was tried.
-
-        Leave out a number that is also the lowest or the highest allowed value, because no wider
-        range is possible.
-        """
+        """Return the settings whose chosen value is the lowest or highest number that was tried."""
         found = []
         for name, value in self.chosen or ():
-            numbers = [_number(dict(candidate).get(name)) for candidate in self.variant.candidates]
-            tried = {number for number in numbers if number is not None}
-            chosen = _number(value)
-            limits = number_type(train_settings()[name].type)
-            at_the_edge = len(tried) > 1 and chosen in (min(tried), max(tried))
-            if at_the_edge and not (limits and chosen in (limits.ge, limits.le)):
-                found.append(name)
+            choices = [dict(candidate) for candidate in self.variant.candidates]
+            with suppress(ValueError):  # not a number
+                tried = {float(choice[name]) for choice in choices if name in choice}
+                if len(tried) > 1 and float(value) in (min(tried), max(tried)):
+                    found.append(name)
         return found
-
-    def as_json(self, metric: str) -> dict[str, Any]:
-        """Return the entry of this variant in compare.json.
-
-        ``metric`` is the name of the dev metric.
-        """
-        chosen = self.chosen
-        return {
-            "setting": self.variant.label,
-            "metric": metric,
-            "chosen": None if chosen is None else dict(chosen),
-            "at_the_edge": self.edges(),
-            "cost_in_full_runs": float(self.full_runs),
-            "candidates": [
-                {
-                    "values": dict(each),
-                    "dev": {
-                        str(share): rung.get(each)
-                        for share, rung in zip(self.shares, self.rungs, strict=True)
-                    },
-                }
-                for each in self.variant.candidates
-            ],
-            "invalid": self.invalid,
-        }
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        return float(text)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None
 
 
 def tune(
@@ -253,17 +189,37 @@ def tune(
     returns the dev metric of each run, or None for a failed run. The same rung of all variants is
     trained in one call, so that several devices have enough work.
     """
-    for number in range(max((len(each.shares) for each in tuned), default=0)):
-        current = [each for each in tuned if len(each.shares) > number]
+    for number_of_rung in range(max((len(each.shares) for each in tuned), default=0)):
+        current = [each for each in tuned if len(each.shares) > number_of_rung]
         runs = [(each, candidate) for each in current for candidate in each.alive()]
-        scores = train([(each.variant, candidate, each.shares[number]) for each, candidate in runs])
+        scores = train(
+            [(each.variant, candidate, each.shares[number_of_rung]) for each, candidate in runs]
+        )
         for each in current:
-            mine = {
-                candidate: score
-                for (owner, candidate), score in zip(runs, scores, strict=True)
-                if owner is each
-            }
-            each.trained.append(len(mine))
-            each.rungs.append(
-                {candidate: score for candidate, score in mine.items() if score is not None}
-            )
+            each.rungs.append({})
+        for (each, candidate), score in zip(runs, scores, strict=True):
+            each.rungs[-1][candidate] = score
+
+
+def tuning_section(tuned: list[Tuned], metric: str) -> Section:
+    """Return a section of the report: the dev metric of each combination by rung."""
+    shares = sorted({share for each in tuned for share in each.shares})
+    rows = []
+    for each in tuned:
+        rungs = dict(zip(each.shares, each.rungs, strict=True))
+        for candidate in each.variant.candidates:
+            scores = [number(rungs.get(share, {}).get(candidate)) for share in shares]
+            values = ", ".join(f"{name}={value}" for name, value in candidate) or MISSING
+            mark = ""
+            if candidate == each.chosen:
+                mark = "chosen" + "".join(f", {name} at the edge" for name in each.edges())
+            rows.append([each.variant.label, values, *scores, mark])
+    heads = [f"{share} of the budget" if share < 1 else "full budget" for share in shares]
+    note = (
+        f"The numbers are {metric} on dev with the first seed. All seeds use the chosen values; "
+        "the test data are not used to choose. The best quarter of a column's combinations (at "
+        "least two) are trained again from the start, with more steps. The next column shows "
+        "them. A combination without a number was not trained, or its run failed. A setting at the "
+        "edge has the lowest or highest value that was tried: a wider range may be better."
+    )
+    return Section("Tuning", (), [Table(["setting", "values", *heads, ""], rows)], [note])

@@ -26,7 +26,7 @@ from contaccum.experiments.tuning import rung_shares, survivors
 
 pytestmark = pytest.mark.filterwarnings("ignore:contaccum auto chooses these settings")
 
-PREDICTED = {"dev": 2.0, "measure": 9.0, "untrained": 20.0, "bm25": 1.0, "run": 3.0}
+PREDICTED = {"dev": 2.0, "untrained": 20.0, "bm25": 1.0, "run": 3.0}
 PREDICTED |= {"pass": 0.003, "report": 5.0}
 
 
@@ -58,10 +58,8 @@ def test_the_verdict_follows_the_interval(trained, word):
     )
 
 
-def auto_of(config, limit: str, memory: str | None = "8GB") -> auto.Auto:
-    return auto.Auto(
-        lambda changes: config, AutoConfig(memory=memory, time=limit), auto.time.monotonic()
-    )
+def auto_of(config, limit: str) -> auto.Auto:
+    return auto.Auto(lambda changes: config, AutoConfig(time=limit), auto.time.monotonic())
 
 
 def set_clock(monkeypatch, clock):
@@ -145,9 +143,9 @@ def test_a_call_that_has_begun_trains_in_little_time(planned):
     """A new call would be refused; after a kill, the evaluations that are done would be lost."""
     made = planned("90s")[0]
     made.state.spent = 45.0
-    made.state.seconds = {key: PREDICTED[key] for key in ("dev", "measure", "untrained", "bm25")}
+    made.state.seconds = {key: PREDICTED[key] for key in ("dev", "untrained", "bm25")}
     made._check_time()
-    made.state.seconds, made.state.spent = {}, 13.0  # as much time for training
+    made.state.seconds, made.state.spent = {}, 22.0  # as much time for training
     with pytest.raises(InputError, match="no time to train"):
         made._check_time()
 
@@ -261,7 +259,8 @@ def test_settings_that_auto_chooses_are_named(tmp_path):
     ) as found:
         made = auto_of(given, "1h")
     assert not re.search("global_batch_size|bank.size|learning_rate", str(found[0].message))
-    assert made.config("run", {}).batch.micro_batch_tokens is None
+    batch = made.config("run", {}).batch
+    assert (batch.micro_batch_size, batch.micro_batch_tokens) == ("auto", None)
 
 
 def test_distillation_without_dev_data_is_refused(tmp_path):
@@ -274,22 +273,28 @@ def test_distillation_without_dev_data_is_refused(tmp_path):
         auto_of(given, "1h")
 
 
-def test_every_combination_has_a_micro_batch_that_divides_its_batch(tmp_path):
+def test_only_cont_accum_has_a_fixed_micro_batch(tmp_path):
+    """It decides how many negatives a query has: 2,048 tokens of passages, at most the batch."""
     config = train_config(write_beir(tmp_path / "data"), tmp_path / "auto")
 
     def configure(changes):
-        sizes = {
-            name: int(changes.get(f"batch.{name}", 8))
-            for name in ("global_batch_size", "micro_batch_size")
-        }
-        return replace(config, batch=replace(config.batch, **sizes))
+        pairs = int(changes.get("batch.global_batch_size", 16))
+        batch = replace(config.batch, global_batch_size=pairs)
+        model = replace(config.model, max_passage_length=60)
+        method = changes.get("method", "grad_cache")
+        return replace(config, method=method, batch=batch, model=model)
 
-    made = auto.Auto(configure, AutoConfig(memory="8GB", time="1h"), 0.0)
-    made.state.micro_batch_size = 32
-    for candidate in made._candidates():
-        batch = made.config("x", dict(candidate)).batch
-        assert batch.global_batch_size % batch.micro_batch_size == 0
-        assert batch.micro_batch_size <= 32
+    made = auto.Auto(configure, AutoConfig(time="1h"), 0.0)
+    sizes = {
+        (method, pairs): made.config("x", {"method": method, **auto._batch(pairs)}).batch
+        for method in ("cont_accum", "cont_cache")
+        for pairs in (16, 64)
+    }
+    passages = 60 * (1 + config.data.hard_negatives)
+    expected = max(size for size in (8, 16, 32, 64) if size * passages <= 2048)
+    assert sizes["cont_accum", 16].micro_batch_size == min(16, expected)
+    assert sizes["cont_accum", 64].micro_batch_size == expected
+    assert {sizes["cont_cache", pairs].micro_batch_size for pairs in (16, 64)} == {"auto"}
 
 
 @pytest.mark.parametrize(
@@ -305,8 +310,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written(
     base = [
         "--data.train", str(data), "--model.name", "tiny", "--output_dir", str(tmp_path / "auto"),
     ]  # fmt: skip
-    memory = [] if "--memory" in arguments else ["--memory", "8GB"]
-    assert main(["auto", *base, *memory, *arguments]) == 2
+    assert main(["auto", *base, *arguments]) == 2
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "auto").exists()
 
@@ -315,12 +319,13 @@ def test_the_state_is_read_after_waiting_for_another_call(tmp_path, monkeypatch)
     """It may have another --time, but no other setting."""
     config = train_config(write_beir(tmp_path / "data"), tmp_path / "auto")
 
-    def run(limit, memory="8GB"):
-        return auto.run_auto(lambda changes: config, AutoConfig(memory=memory, time=limit))
+    def run(limit, test_split="test"):
+        return auto.run_auto(lambda changes: config, AutoConfig(test_split=test_split, time=limit))
 
     @contextmanager
     def waiting(path, after):
         other = auto_of(config, "2m")
+        other.state.settings |= other.contents()
         other.state.seconds = {"dev": 2.0}
         other.state.save()
         yield
@@ -329,8 +334,8 @@ def test_the_state_is_read_after_waiting_for_another_call(tmp_path, monkeypatch)
     monkeypatch.setattr(auto.Auto, "run", lambda self: self.state.seconds)
     assert run("2m") == run("3m") == {"dev": 2.0}
     (tmp_path / "auto" / "auto.json").unlink()
-    with pytest.raises(InputError, match=r"auto\.memory was 8GB and is 9GB"):
-        run("3m", "9GB")
+    with pytest.raises(InputError, match=r"auto\.test_split was test and is dev"):
+        run("3m", "dev")
 
 
 @pytest.mark.parametrize("kind", ["train", "test"])
@@ -342,7 +347,7 @@ def test_a_call_on_changed_data_is_refused(kind, tmp_path, monkeypatch):
         raise Interrupted(signal.SIGTERM, "stopped")
 
     def run():
-        auto.run_auto(lambda changes: config, AutoConfig(memory="8GB", time="2m"))
+        auto.run_auto(lambda changes: config, AutoConfig(time="2m"))
 
     monkeypatch.setattr(auto.Auto, "_divide", stop)
     for _ in range(2):
@@ -350,7 +355,7 @@ def test_a_call_on_changed_data_is_refused(kind, tmp_path, monkeypatch):
             run()
     qrels = data / "qrels" / f"{kind}.tsv"
     qrels.write_text(qrels.read_text() + "q0\tp3\t1\n")
-    with pytest.raises(InputError, match=rf"the {kind} data changed since then"):
+    with pytest.raises(InputError, match=rf"content of the {kind}\w* data was"):
         run()
 
 
@@ -421,7 +426,7 @@ def test_a_slowed_call_with_more_time_that_is_killed_twice_ends_in_time(tmp_path
     assert done.returncode == 0, done.stderr
     assert "against the untrained model: " in done.stdout
     after = state()
-    for kept in ("chosen", "dev_passages", "micro_batch_size"):
+    for kept in ("chosen", "dev_passages"):
         assert after[kept] == before[kept]
     assert after["seconds"]["untrained"] == before["seconds"]["untrained"]
     assert after["spent"] < 60 * minutes

@@ -1,6 +1,6 @@
 """`contaccum compare` with real processes on a small data set."""
 
-import csv
+import base64
 import html
 import json
 import os
@@ -20,7 +20,7 @@ from processes import python
 
 from contaccum.cli import main
 from contaccum.config import MixtureConfig, to_yaml
-from contaccum.experiments.jobs import baseline_identity
+from contaccum.experiments.jobs import Job
 from contaccum.experiments.settings import read_values, variants
 from contaccum.runtime.files import read_json
 from contaccum.training.log import read_log
@@ -130,9 +130,8 @@ def test_edited_data_is_noticed(file, before, after, kind, study_folder, capsys)
     path.write_text(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert code == 2
-    assert (
-        f"metrics.json: the {kind} data changed after this result was computed. Undo the change"
-        in said
+    assert re.search(
+        rf"made with other settings or data: .*content of the {kind}\w* data was", said
     )
     assert call(capsys, study_folder, *arguments)[0] == 0  # negative control
     assert stamps(study) == unchanged
@@ -158,26 +157,23 @@ def test_changed_encoder_is_noticed(study_folder, tmp_path, capsys):
     ):
         code, said = call(capsys, tmp_path, *arguments, *more)
         assert code == 2
-        assert (
-            f"metrics.json: the folder {base} (model.name) changed after this result was computed"
-            in said
-        )
+        assert "made with other settings or data: content of model.name was" in said
 
 
 def test_folder_with_other_settings_is_refused(study_folder, capsys):
     arguments = ["--methods", "grad_accum", "--seeds", 1, "--output_dir", study_folder / "study"]
     code, said = call(capsys, study_folder, *arguments, "--optim.max_steps", 4)
     assert code == 2
-    assert "grad_accum-seed0: this run was made with other settings" in said
+    assert "grad_accum-seed0: was made with other settings or data" in said
     assert "optim.max_steps was 3 and is 4" in said
     code, said = call(capsys, study_folder, *arguments, "--test_split", "dev")
     assert code == 2
-    assert "computed with split test, but this call has dev" in said
+    assert "test split was test and is dev" in said
     code, said = call(
         capsys, study_folder, *arguments, "--model.tiny_width", 64, "--methods", "in_batch"
     )
     assert code == 2
-    assert "computed with settings" in said
+    assert "model.tiny_width was" in said
 
 
 def test_settings_are_compared_again_after_waiting_for_another_call(
@@ -187,7 +183,8 @@ def test_settings_are_compared_again_after_waiting_for_another_call(
 
     @contextmanager
     def waiting(path, after):
-        shutil.copytree(study_folder / "study" / "runs", path.parent / "runs")
+        for name in ("runs", "jobs"):
+            shutil.copytree(study_folder / "study" / name, path.parent / name)
         yield
 
     monkeypatch.setattr("contaccum.experiments.compare.waiting_lock", waiting)
@@ -209,10 +206,15 @@ def test_settings_are_compared_again_after_waiting_for_another_call(
             ["--vary", "bank.size=16,many"],
             "cont_accum-size=many: bank.size is 'many', expected a whole number",
         ),
-        (["--vary", "optim.learning_rate=1e-3,0.001"], "equal settings; remove one of them"),
+        (["--vary", "bank.size=2"], "cont_accum-size=2: bank.size is 2, but"),
+        (["--data.train", "./absent", "--test", FILE], "absent: no such"),
+        (["--data.dev", "./absent"], "absent: no such"),
+        (["--seeds", 0], "--seeds is 0, expected at least 1"),
+        (["--budget", "12"], "--budget is '12'; it must be a number above 0"),
         (["--budget", "40f"], "one step of cont_accum costs"),
-        (["--budget", "96f", "--optim.warmup_steps", 2], "Use a share of the steps, such as 0.1"),
-        (["--tune", "bank.size=2,3"], "no combination of the tuned values is valid"),
+        (["--budget", "96f", "--optim.warmup_steps", 2], "Use a share of the steps"),
+        (["--rungs", 0], "--rungs is 0"),
+        (["--tune", "bank.size=2,3"], "cont_accum-size=2: bank.size is 2, but"),
         (["--tune", "bank.size=16", "--tune", "bank.size=24"], "each setting only once"),
         (["--against", "in_batch"], "--against is 'in_batch'; choose from cont_accum"),
         (
@@ -294,7 +296,7 @@ def test_failed_run_is_named_and_the_others_are_reported(study_folder, tmp_path,
     ]  # fmt: skip
     code, said = call(capsys, study_folder, *arguments, *varied)
     assert code == 1
-    assert "1 runs failed. The first is grad_accum-learning_rate=1e9-seed0 (exit code 2" in said
+    assert "1 runs failed. The first is grad_accum-learning_rate=1e9-seed0: exit code 2," in said
     assert "contains NaN, infinity" in said
     page = (study / "report.html").read_text()
     assert "Failed runs, not in the tables: grad_accum-learning_rate=1e9-seed0" in page
@@ -326,9 +328,10 @@ def test_learning_rate_is_chosen_on_dev_and_never_on_test(study_folder, tmp_path
         lost = study / "runs" / f"{method}-learning_rate={other}-seed0"
         assert not (lost / "metrics.json").exists()
         assert not (study / "runs" / f"{method}-learning_rate={other}-seed1").exists()
-        rows = [row[1:] for row in tables_of(study, "Tuning")[1] if row[0] == method]
+        rows = [row[1:] for row in tables_of(study, "Tuning")[0] if row[0] == method]
+        mark = "chosen, optim.learning_rate at the edge"
         assert rows == [
-            [rate, f"{score:.4f}", "chosen" if rate == chosen else ""]
+            [f"optim.learning_rate={rate}", f"{score:.4f}", mark if rate == chosen else ""]
             for rate, score in scores.items()
         ]
     before = stamps(study)
@@ -386,26 +389,27 @@ def test_runs_get_the_steps_that_the_budget_pays_for(tuned_study):
         # the linear schedule ends with this run
         assert rates[-1] == pytest.approx(rates[0] / count)
         assert not (run / "model").exists()
-    found = read_json(tuned_study / "compare.json")
-    (tuned,) = found["tuned"]
-    assert tuned["cost_in_full_runs"] == pytest.approx(4 / 3 + 2)
-    assert [sorted(one["dev"]) for one in tuned["candidates"]] == [["1", "1/3"]] * 4
-    finalists = [one for one in tuned["candidates"] if one["dev"]["1"] is not None]
+    rows = tables_of(tuned_study, "Tuning")[0]
+    assert len(rows) == 4
+    finalists = {row[1]: row[3] for row in rows if row[3] != "-"}
     assert len(finalists) == 2
-    best = max(finalists, key=lambda one: one["dev"]["1"])
-    assert tuned["chosen"] == best["values"]
-    assert set(tuned["at_the_edge"]) == set(best["values"])
+    found = read_json(tuned_study / "compare.json")
+    chosen = found["chosen"]["grad_cache"]
+    best = max(finalists, key=finalists.get)
+    assert ", ".join(f"{name}={value}" for name, value in chosen.items()) == best
+    (mark,) = (row[-1] for row in rows if row[-1])
+    assert mark == "chosen" + "".join(f", {name} at the edge" for name in chosen)
     (row,) = found["results"]
-    n = int(best["values"]["batch.global_batch_size"])
-    assert (row["setting"], row["steps"], row["forward_passes"]) == (
+    n = int(chosen["batch.global_batch_size"])
+    assert (row["run"], row["steps"], row["forward_passes"]) == (
         "grad_cache",
         180 // (4 * n - 4),
         180,
     )
     assert not list(tuned_study.glob("runs/*/model")) + list(tuned_study.glob("runs/*/checkpoints"))
-    ((shown,),) = tables_of(tuned_study, "At equal budget")
-    assert shown[1:5] == [str(row[name]) for name in ("N", "steps", "pairs", "forward_passes")]
-    assert shown[7] == f"{row['mean']:.4f}"
+    ((shown,),) = tables_of(tuned_study, "Quality")
+    assert shown[2] == f"{row['mean']:.4f}"
+    assert shown[4:8] == [str(row[name]) for name in ("N", "steps", "pairs", "forward_passes")]
 
 
 @pytest.mark.acceptance
@@ -427,7 +431,8 @@ def test_killed_tuning_continues_with_the_same_choice(study_folder, tuned_study,
     assert done.returncode == 0, done.stderr
     assert "[1/2]" in done.stderr  # the two finished runs of the first rung are not repeated
     found, expected = (read_json(each / "compare.json") for each in (study, tuned_study))
-    assert found["tuned"] == expected["tuned"]
+    assert found["chosen"] == expected["chosen"]
+    assert tables_of(study, "Tuning") == tables_of(tuned_study, "Tuning")
     assert found["results"][0]["mean"] == expected["results"][0]["mean"]
 
 
@@ -443,7 +448,6 @@ def test_budget_in_seconds_is_measured_once(study_folder, tmp_path, capsys):
     (seconds,) = read_json(tmp_path / "step_times.json").values()
     (row,) = read_json(tmp_path / "compare.json")["results"]
     assert row["steps"] == int(1 / seconds)
-    assert "<h2>At equal training time</h2>" in (tmp_path / "report.html").read_text()
     before = stamps(tmp_path)
     assert (
         call(capsys, study_folder, *arguments, "--budget", "1s", "--run.eval_steps", 0.25)[0] == 0
@@ -468,8 +472,7 @@ def test_launch_in_several_processes_is_refused(study_folder, tmp_path, capsys, 
 @pytest.mark.parametrize(
     "text",
     [
-        "a: {method: cont_accum, tune: [{bank.warmup_steps: 1}, {optim.warmup_steps: 1}]}",
-        "a: {method: cont_accum, bank.size: 16, tune: [{optim.learning_rate: 0.1}]}\n"
+        "a: {method: cont_accum, bank.size: 16, tune: {optim.learning_rate: [0.1]}}\n"
         "a-learning_rate=0.1: {method: cont_accum, bank.size: 24}",
     ],
 )
@@ -482,7 +485,6 @@ def test_different_runs_with_one_folder_are_refused(study_folder, tmp_path, caps
     )
     assert code == 2
     assert "two runs would use this folder" in said
-    assert re.search(r"\(\S+ was \S+ and is \S+.*\)\. Its name", said)
     assert not (tmp_path / "new").exists()
 
 
@@ -506,55 +508,55 @@ def test_methods_vary_only_over_settings_that_they_use():
     assert len(variants(["cont_cache"], varied, {})) == 8
 
 
-def test_baselines_of_different_data_have_different_identities():
+def test_a_baseline_depends_only_on_what_it_is_made_of():
     """The encoder `tiny` builds its vocabulary from the training texts, including all sets of a
     mixture."""
 
-    def made(*sets: tuple[str, str], train: str = "") -> dict:
-        config = train_config(Path(train), Path("out"))
+    def made(kind: str, *sets: tuple[str, str], train: str = "", **changes) -> dict:
+        config = train_config(Path(train), Path("out"), **changes)
         config.data.train = train
         config.data.mixture = [MixtureConfig(train=name, split=split) for name, split in sets]
-        return baseline_identity("untrained", config)
+        return Job("name", kind, config, {}).made_of
 
-    both = made(("a", "train"), ("b", "train"))
-    assert both == made(("a", "train"), ("b", "train"))
+    both = made("untrained", ("a", "train"), ("b", "train"))
+    assert both == made("untrained", ("a", "train"), ("b", "train"), **{"optim.max_steps": 9})
     others = [
-        made(("a", "train")),
-        made(("a", "train"), ("b", "dev")),
-        made(("b", "train"), ("a", "train")),
-        made(train="a"),
+        made("untrained", ("a", "train")),
+        made("untrained", ("a", "train"), ("b", "dev")),
+        made("untrained", ("b", "train"), ("a", "train")),
+        made("untrained", train="a"),
+        made("untrained", ("a", "train"), ("b", "train"), seed=5),
+        made("untrained", ("a", "train"), ("b", "train"), **{"model.max_passage_length": 9}),
     ]
     assert all(both != other for other in others)
-    assert json.loads(json.dumps(both)) == both  # as read back from the file
-    assert "data.mixture" not in made(train="a")["settings"]
+    assert made("bm25", train="a") == made("bm25", train="b")
+    assert made("run", train="a") != made("run", train="a", **{"optim.max_steps": 9})
 
 
 def test_report_figures_equal_those_in_the_run_files(study_folder):
     study = study_folder / "study"
-    rows = {row["run"]: row for row in csv.DictReader((study / "runs.csv").open())}
-    assert set(rows) == set(folders(study))
+    rows = {row["run"]: row for row in read_json(study / "compare.json")["results"]}
+    assert len(rows) == len(folders(study))
     run = study / "runs" / "cont_accum-size=24-seed0"
     value = read_json(run / "metrics.json")["mean"]["ndcg@10"]
-    assert float(rows[run.name]["ndcg@10"]) == value
-    assert rows["cont_accum-size=24-seed0"]["bank.size"] == "24"
-    cells = next(
-        row for row in tables_of(study, "Quality at equal N = 16")[0] if row[0] == run.name[:-6]
-    )
+    row = rows["cont_accum-size=24"]
+    assert row["mean"] == value
     seconds = sum(line["seconds"] for line in read_log(run) if "loss" in line)
-    assert cells[1:6] == ["cont_accum size=24", f"{value:.4f}", "-", "1", f"{seconds:.1f}"]
-    tests = tables_of(study, "Quality at equal N = 16")[1]
-    assert {row[1] for row in tests} == {"grad_accum"}
-    assert [row[0] for row in tests] == [
-        "cont_accum-size=16",
-        "cont_accum-size=24",
-        "bm25",
-        "untrained",
-    ]
+    assert row["train_seconds"] == pytest.approx(seconds)
+    (quality,), (each,) = tables_of(study, "Quality"), tables_of(study, "Runs")
+    cells = next(row for row in quality if row[0] == run.name[:-6])
+    assert cells[1:4] == ["cont_accum size=24", f"{value:.4f}", "1"]
+    assert row["against"] == "grad_accum"
+    assert cells[4:6] == [
+        f"{row['difference']:+.4f}", f"{row['low']:+.4f} to {row['high']:+.4f}",
+    ]  # fmt: skip
+    assert {row[0]: row[4] for row in quality}["grad_accum"] == "-"
+    assert sorted(row[0] for row in each) == folders(study)
     page = (study / "report.html").read_text()
-    for heading in ("Result", "Figures", "Settings that differ", "Runs", "Environment"):
+    for heading in ("Result", "Figures", "Runs"):
         assert f"<h2>{heading}</h2>" in page
     assert re.findall(r'<figure id="(\S+)">', page) == [
-        "metric-time", "metric-memory", "dev-time", "loss", "grad-ratio", "bank-drift",
+        "metric-time", "metric-memory", "dev", "loss", "grad-ratio", "bank-drift",
     ]  # fmt: skip
 
 
@@ -566,14 +568,14 @@ def test_summary_lists_the_tested_differences_best_first(study_folder):
         [cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()
     )
     assert heads[:4] == ["run", "ndcg@10", "minus grad_accum", "95 % interval"]
-    assert len(heads) == 7
+    assert len(heads) == 8
     scores = {row[0]: float(row[1]) for row in rows}
     assert sorted(scores.values(), reverse=True) == list(scores.values())
     metrics = read_json(study_folder / "study" / "runs" / "bm25" / "metrics.json")
     assert scores["bm25"] == pytest.approx(metrics["mean"]["ndcg@10"], abs=5e-5)
     for row in rows:
         if row[0] == "grad_accum":
-            assert row[2:5] == ["-", "-", "-"]
+            assert row[2:6] == ["-", "-", "-", "-"]
         else:
             apart = scores[row[0]] - scores["grad_accum"]
             assert float(row[2]) == pytest.approx(apart, abs=2e-4)
@@ -583,12 +585,15 @@ def test_summary_lists_the_tested_differences_best_first(study_folder):
 
 def test_page_is_self_contained(study_folder):
     text = (study_folder / "study" / "report.html").read_text()
-    assert text.count("<svg") == text.count("<figcaption") == 6
-    ids = re.findall(r'\sid="([^"]*)"', text)
-    assert len(ids) == len(set(ids))
-    addresses = re.findall(r'\s(?:src|href|xlink:href|data|action)="([^"]*)"', text)
-    assert {address.removeprefix("#") for address in addresses} <= set(ids)
-    assert re.search(r"<(script|link|iframe|img|object)\b|url\((?!#)", text) is None
+    addresses = re.findall(r'\s(?:src|href|data|action)="([^"]*)"', text)
+    assert len(addresses) == text.count("<figcaption") == 6
+    for address in addresses:
+        kind, image = address.split(",")
+        assert kind == "data:image/svg+xml;base64"
+        plot = base64.b64decode(image).decode()
+        assert plot.startswith("<?xml")
+        assert re.search(r'<(script|image)\b|(href="|url\()(?!#)', plot) is None
+    assert re.search(r"<(script|link|iframe|object)\b|url\(", text) is None
 
 
 def test_page_escapes_names(study_folder, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,15 @@ from helpers import train_config
 
 from contaccum.config import to_yaml
 from contaccum.errors import InputError, install_command
+from contaccum.evaluation.significance import compare
 from contaccum.experiments.report import (
     console_report,
-    quality,
+    results,
+    results_table,
     runs_table,
     verdict,
 )
 from contaccum.experiments.run_records import differences, group_runs, load_run_record
-from contaccum.experiments.study_report import StudyResult, write_report
 
 
 def folder(
@@ -59,60 +61,55 @@ def cells(markdown: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()]
 
 
+def rows_of(table) -> list[dict[str, str]]:
+    return [dict(zip(table.heads, row, strict=True)) for row in table.rows]
+
+
 def test_medians_exclude_the_first_step(tmp_path):
     run = load_run_record(
         folder(tmp_path / "run", "cont_accum", [9.0, 2.0, 4.0, 1.0], evaluations={1: 0.2})
     )
-    row = runs_table(group_runs([run]), "ndcg@10").rows[0]
-    assert row == [
-        "run", "cont_accum", "16", "4", "12", "0.2500", "2.000", "8.0", "4", "32.1", "4.50", "7.0",
-    ]  # fmt: skip
-    assert run.train_seconds == 16.0
-    assert run.peak_memory == 4 * 2**20
-    assert run.waited == 3 * 0.75 / 7.0
+    (row,) = runs_table(group_runs([run]), "ndcg@10").rows
+    assert row == ["run", "0", "0.2500", "2.000", "8.0", "16.0", "4"]
+    (row,) = rows_of(results_table(group_runs([run]), "ndcg@10", []))
+    assert (row["train s"], row["peak MiB"]) == ("16", "4")
+    assert (row["grad ratio"], row["negatives"]) == ("4.50", "7.0")
 
 
-def test_evaluation_between_two_logged_steps_has_a_time(tmp_path):
-    path = folder(tmp_path / "run", "grad_accum", [1.0, 2.0], every=5)
-    with open(path / "log.jsonl", "a") as log:
-        log.writelines(
-            json.dumps({"step": step, "dev": {"ndcg@10": step / 10}}) + "\n" for step in (2, 6, 11)
-        )
-    run = load_run_record(path)
-    assert run.evaluation_times == {2: 2.0, 6: 7.0}  # no line says when step 11 ended
+def test_cost_of_a_run_is_that_of_its_steps(tmp_path):
+    """16 pairs in micro-batches of 4: 4 - 4/16 passes a pair, or 4 with micro-batches by tokens."""
+    for name, method, changes, passes in (
+        ("a", "grad_accum", {}, 3),
+        ("b", "grad_cache", {}, 3.75),
+        ("c", "grad_cache", {"batch.micro_batch_tokens": 2560}, 4),
+    ):
+        run = load_run_record(folder(tmp_path / name, method, [1.0, 1.0], every=5, **changes))
+        (row,) = rows_of(results_table(group_runs([run]), "ndcg@10", []))
+        found = [row[column] for column in ("N", "steps", "pairs", "forward passes")]
+        assert found == ["16", "10", "160", f"{160 * passes:.0f}"]
 
 
-def test_console_shows_filled_columns_and_the_best_run_first(tmp_path):
-    """The logged gradient norm ratio of the second step, the only one that counts, is missing."""
+def test_console_shows_the_best_run_first(tmp_path):
     runs = [
         str(folder(tmp_path / name, "grad_cache", [1.0, 1.0], score))
         for name, score in (("a", 0.2), ("b", 0.4))
     ]
-    lines = cells(console_report(runs, "ndcg@10", None, None))
-    assert lines[0] == [
-        "run",
-        "settings",
-        "ndcg@10",
-        "s/step",
-        "peak MiB",
-        "negatives",
-    ]
-    assert [line[0] for line in lines[2:]] == ["b", "a"]
-    assert lines[2] == ["b", "grad_cache", "0.4000", "1.000", "2", "7.0"]
-    wide = cells(console_report(runs, "ndcg@10", None, None, wide=True))
-    assert [column for column in wide[0] if column not in lines[0]] == [
-        "N",
-        "B",
-        "bank",
-        "pairs/s",
-        "wait %",
-        "grad ratio",
-    ]
+    heads, _, *rows = cells(console_report(runs, "ndcg@10"))
+    # "grad ratio" has no value in these runs
+    assert heads == ["run", "settings", "ndcg@10", "train s", "peak MiB", "negatives"]
+    assert rows[0] == ["b", "grad_cache", "0.4000", "2", "2", "7.0"]
+    assert rows[1][0] == "a"
+    heads, _, *rows = cells(console_report(runs, "ndcg@10", runs[0]))
+    assert heads == [
+        "run", "ndcg@10", "minus a", "95 % interval", "better / worse", "p", "train s", "peak MiB",
+    ]  # fmt: skip
+    assert rows[0][2] == "+0.2000"
+    assert rows[1][2:6] == ["-", "-", "-", "-"]
 
 
 def test_runs_on_different_test_queries_cause_a_warning(tmp_path, recwarn):
     runs = [folder(tmp_path / name, "grad_cache", [1.0, 1.0]) for name in ("a", "b")]
-    console_report(list(map(str, runs)), "ndcg@10", None, None)
+    console_report(list(map(str, runs)), "ndcg@10")
     assert not recwarn.list  # negative control: equal queries
     metrics = json.loads((runs[1] / "metrics.json").read_text())
     metrics["per_query"]["another"] = metrics["per_query"].pop("q0")
@@ -121,7 +118,7 @@ def test_runs_on_different_test_queries_cause_a_warning(tmp_path, recwarn):
         UserWarning,
         match=r"different test queries \(.*a has 12 queries, .*b has 12 queries\); their metrics",
     ):
-        console_report(list(map(str, runs)), "ndcg@10", None, None)
+        console_report(list(map(str, runs)), "ndcg@10")
 
 
 def study(tmp_path: Path):
@@ -190,9 +187,9 @@ def test_results_of_a_single_test_query_are_valid_json(tmp_path):
     for run, score in zip(runs, (0.3, 0.5), strict=True):
         values = {"ndcg@10": score}
         (run / "metrics.json").write_text(json.dumps({"mean": values, "per_query": {"q": values}}))
-    write_report(tmp_path, runs, StudyResult("ndcg@10", {runs[0]}))
-    found = json.loads((tmp_path / "compare.json").read_text(), parse_constant=pytest.fail)
-    test = found["results"][1]["test"]
+    groups = group_runs([load_run_record(run) for run in runs])
+    found = results(groups, "ndcg@10", differences(groups, "ndcg@10", {runs[0]}))
+    test = json.loads(json.dumps(found), parse_constant=pytest.fail)[0]
     assert (test["low"], test["high"], test["difference"]) == (None, None, pytest.approx(0.2))
 
 
@@ -203,7 +200,7 @@ def test_line_breaks_and_bars_in_cells_do_not_change_the_table(tmp_path):
         folder(tmp_path / "c", "grad_cache", [1.0]),
     ]
     records = [load_run_record(run) for run in runs]
-    lines = quality(group_runs(records), "ndcg@10").markdown().splitlines()
+    lines = results_table(group_runs(records), "ndcg@10", []).markdown().splitlines()
     assert len(lines) == 4
     assert lines[2].startswith("| a\\|b | grad_cache query_prefix=Instruct: find\\nQuery:  |")
     assert len({len(line) for line in lines}) == 1
@@ -213,61 +210,25 @@ def test_line_breaks_and_bars_in_cells_do_not_change_the_table(tmp_path):
 def test_mean_deviation_and_reference_equal_hand_computed_values(tmp_path):
     """Standard deviations of two values are their difference over the square root of 2."""
     groups = group_runs(study(tmp_path))
-    rows = quality(groups, "ndcg@10").rows
-    assert [row[:6] for row in rows] == [
-        ["c24", "cont_accum size=24", "0.6050", "0.0071", "2", "12.0"],
-        ["g", "grad_cache", "0.5100", "0.0141", "2", "12.0"],
-        ["c16", "cont_accum size=16", "0.4050", "0.0071", "2", "8.0"],
+    rows = results_table(groups, "ndcg@10", []).rows
+    assert [row[:5] for row in rows] == [
+        ["c24", "cont_accum size=24", "0.6050", "0.0071", "2"],
+        ["g", "grad_cache", "0.5100", "0.0141", "2"],
+        ["c16", "cont_accum size=16", "0.4050", "0.0071", "2"],
     ]
     runs = {run.folder for group in groups if group.method == "cont_accum" for run in group.runs}
     found = differences(groups, "ndcg@10", runs)
     # the best of the method's settings
     assert {one.reference.label for one in found} == {"c24"}
     assert [round(one.found.difference, 4) for one in found] == [-0.2, -0.095]
-    assert all(one.p_permutation >= one.found.p_permutation for one in found)
-    assert found[0].p_permutation == pytest.approx(min(1.0, 2 * found[0].found.p_permutation))
-
-
-def test_each_global_batch_size_has_its_own_reference(tmp_path):
-    for name, method, size, score in (
-        ("a", "grad_cache", 16, 0.5),
-        ("b", "grad_accum", 16, 0.4),
-        ("c", "grad_cache", 32, 0.8),
-        ("d", "grad_accum", 32, 0.3),
-    ):
-        folder(tmp_path / name, method, [1.0], score, **{"batch.global_batch_size": size})
-    groups = group_runs([load_run_record(tmp_path / name) for name in "abcd"])
-    reference = {
-        run.folder for group in groups if group.method == "grad_cache" for run in group.runs
-    }
-    found = differences(groups, "ndcg@10", reference)
-    assert [(one.group.runs[0].name, one.reference.runs[0].name) for one in found] == [
-        ("b", "a"),
-        ("d", "c"),
-    ]
-    # as at equal budget: one reference for all
-    across = differences(groups, "ndcg@10", reference, equal_batch=False)
-    assert len({one.reference.label for one in across}) == 1
-    assert len(across) == 3
-
-
-def test_a_baseline_is_the_reference_at_each_global_batch_size(tmp_path):
-    """As in the report of contaccum auto, which once tested BM25 against the untrained model, but
-    not the trained model."""
-    runs = [
-        folder(tmp_path / name, "grad_cache", [1.0], **{"batch.global_batch_size": int(name)})
-        for name in ("16", "32")
-    ]
-    baselines = [
-        folder(tmp_path / name, "grad_cache", [1.0], 0.1) for name in ("bm25", "untrained")
-    ]
-    for each in baselines:
-        (each / "config.yaml").unlink()
-    groups = group_runs([load_run_record(each) for each in (*runs, *baselines)])
-    found = differences(groups, "ndcg@10", {tmp_path / "untrained"})
-    assert {one.reference.label for one in found} == {"untrained"}
-    assert [one.group.label for one in found][-1] == "bm25"
-    assert len(found) == 3
+    # Holm's method: the smaller of two p values is doubled
+    plain = [compare(one.group.per_query(), one.reference.per_query(), "ndcg@10") for one in found]
+    for name in ("p_permutation", "p_both"):
+        before, after = (
+            [getattr(one, name) for one in tests] for tests in (plain, [one.found for one in found])
+        )
+        assert min(after) == pytest.approx(min(1.0, 2 * min(before)))
+        assert max(after) == pytest.approx(max(2 * min(before), max(before)))
 
 
 def test_report_without_matplotlib_names_the_extra_to_install(tmp_path, monkeypatch):
@@ -276,15 +237,14 @@ def test_report_without_matplotlib_names_the_extra_to_install(tmp_path, monkeypa
     with pytest.raises(InputError, match=re.escape(install_command("study"))):
         console_report([str(run)], "ndcg@10", None, str(tmp_path / "page.html"))
     assert not (tmp_path / "page.html").exists()
-    assert "grad_accum" in console_report([str(run)], "ndcg@10", None, None)
+    assert "grad_accum" in console_report([str(run)], "ndcg@10")
 
 
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
         ("metrics.json", "[1]", "Expected `object`, got `array`"),
-        ("metrics.json", '{"mean": {"ndcg@10": NaN}}', "mean: a value is NaN or infinite"),
-        ("config.yaml", "method: best", "method is 'best'; expected one of in_batch, "),
+        ("config.yaml", "[1]", r"found \[1\]"),
         ("environment.json", "[1]", "Expected `object`, got `array`"),
     ],
 )  # fmt: skip
@@ -299,17 +259,27 @@ def test_unusable_run_file_is_named_in_one_sentence(tmp_path, file, content, wor
 
 def test_verdict_names_the_best_setting_and_what_differs_from_the_reference(tmp_path):
     groups = group_runs(study(tmp_path))
-    first, warning = verdict(groups, "ndcg@10", [])[0].split(": ")
+    first, warning = verdict(groups, "ndcg@10", []).split(": ")
     assert first == "c24 has the highest ndcg@10"
     assert "No significance test was run" in warning
-    found = differences(groups, "ndcg@10", {run.folder for run in groups[0].runs})
-    for p, side in (
-        (0.04, "better" if found[0].found.difference > 0 else "worse"),
-        (0.06, "not significantly different"),
-    ):
-        _, words = verdict(groups, "ndcg@10", [found[0]._replace(p_permutation=p, p_both=p)])
-        assert words == (
-            f"Compared with {groups[0].label} over queries and seeds (corrected p below 0.05): "
-            f"{side}: {found[0].group.label}."
+    (one, *_) = differences(groups, "ndcg@10", {run.folder for run in groups[0].runs})
+    assert one.found.difference > 0
+    for p, kind in ((0.04, "better"), (0.06, "not significantly different")):
+        changed = one._replace(found=replace(one.found, p_permutation=0.01, p_both=p))
+        words = verdict(groups, "ndcg@10", [changed])
+        assert words.endswith(
+            f" Compared with {groups[0].label} (p below 0.05): {kind}: {one.group.label}."
         )
-    assert "over queries (" in verdict(groups, "ndcg@10", [found[0]._replace(p_both=None)])[1]
+
+
+def test_p_is_over_queries_where_a_setting_has_a_single_seed(tmp_path):
+    for name, method, seed, score in (
+        ("a0", "grad_cache", 0, 0.3), ("a1", "grad_cache", 1, 0.31), ("b0", "cont_accum", 0, 0.4),
+        ("b1", "cont_accum", 1, 0.44), ("c0", "grad_accum", 0, 0.2),
+    ):  # fmt: skip
+        folder(tmp_path / name, method, [1.0], score, seed=seed)
+    groups = group_runs(
+        [load_run_record(tmp_path / name) for name in ("a0", "a1", "b0", "b1", "c0")]
+    )
+    found = differences(groups, "ndcg@10", {tmp_path / "a0"})
+    assert [one.p for one in found] == [found[0].found.p_both, found[1].found.p_permutation]
