@@ -27,7 +27,6 @@ ROWS: dict[str, dict[str, object]] = {
     "unpadded, bf16": {"model.unpad": True, "run.precision": "bf16"},
     "8-bit AdamW": {"optim.name": "adamw_8bit"},
     "TF32": {"run.tf32": True},
-    "flash_attention_2, bf16": {"model.attention": "flash_attention_2", "run.precision": "bf16"},
 }
 
 

@@ -19,7 +19,6 @@ from contaccum.config import (
     MixtureConfig,
     TrainConfig,
     affects,
-    check_total,
     from_mapping,
     load,
     parse_bytes,
@@ -285,16 +284,7 @@ def test_settings_with_effect_are_not_named(recwarn):
             **changes, **{"model.unpad": True, "optim.name": "adamw_8bit", "bank.warmup_steps": 5}
         )
     )
-    check_total(config(**{"bank.warmup_steps": 5}), 6)
-    check_total(config("grad_cache", **{"bank.warmup_steps": 9}), 6)
     assert not recwarn
-
-
-def test_a_bank_that_is_never_used_is_named():
-    with pytest.warns(
-        UserWarning, match=r"bank\.warmup_steps is 6 in a run of 6 steps: the bank is never used"
-    ):
-        check_total(config(**{"bank.warmup_steps": 6}), 6)
 
 
 def test_in_batch_takes_its_step_whole():

@@ -287,7 +287,7 @@ COMMANDS = {
         "`contaccum train`.",
         "%(prog)s --data.train DATA --model.name MODEL --time 30m --output_dir DIR [options]",
         (AutoConfig, TrainConfig),
-        hidden=("resume", "allow_changes"),
+        skip=("resume", "allow_changes"),
         group="train a model",
         example="contaccum auto --data.train MY_FOLDER --model.name MODEL --time 30m "
         "--output_dir runs/auto",
@@ -335,7 +335,7 @@ COMMANDS = {
         "%(prog)s --config FILE [--method NAME | --methods all] [--memory 11GB] "
         "[--GROUP.FIELD VALUE ...]",
         (PlanConfig, TrainConfig),
-        hidden=("resume",),
+        skip=("resume",),
         group="train a model",
     ),
     "search": Command(
@@ -401,7 +401,7 @@ COMMANDS = {
         "%(prog)s --config FILE --methods a,b,c [--budget 200000f] [--tune GROUP.FIELD=v1,v2 ...] "
         "--output_dir DIR [options]",
         (CompareConfig, TrainConfig),
-        hidden=("resume",),
+        skip=("resume",),
         group="measure and compare",
         example="contaccum compare --config finetune --methods grad_cache,cont_accum "
         "--data.train MY_FOLDER --model.name MODEL --output_dir runs/compare",

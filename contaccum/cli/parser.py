@@ -39,15 +39,12 @@ class Command:
     group: str = "data and installation"
     """Heading of `contaccum --help` under which the command is listed."""
     skip: tuple[str, ...] = ()
-    """Fields that this command does not accept as options."""
+    """Fields that this command does not accept as options. A config file may have them."""
     example: str = ""
     """Command line that the help shows."""
     main: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Options that ``--help`` shows, by heading. ``--help all`` shows all options. Empty: both show
     all."""
-    hidden: tuple[str, ...] = ()
-    """Options that the help does not show. The command accepts these options because every
-    config.yaml contains them."""
 
     @property
     def trains(self) -> bool:
@@ -104,8 +101,7 @@ def command_parser(name: str, command: Command, everything: bool = True) -> Pars
                 declared = settings[option]
                 text = _help(texts[option], declared, with_range=everything)
                 flag = option if declared.metadata.get("positional") else f"--{option}"
-                shown = argparse.SUPPRESS if option in command.hidden else text
-                group.add_argument(flag, help=shown, **_keywords(option, declared))
+                group.add_argument(flag, help=text, **_keywords(option, declared))
                 added.add(option)
 
     if command.main and not everything:
@@ -168,12 +164,12 @@ def _help(text: str, declared: Field, with_range: bool) -> str:
     """Return a help text with the default of the setting, and with its range if it is asked for."""
     notes = [range_of(declared.type)] if with_range and range_of(declared.type) else []
     default = default_of(declared)
-    if isinstance(default, bool) and not declared.metadata.get("flag"):
-        notes.append(f"default: {str(default).lower()}")
-    elif isinstance(default, str | int | float) and default != "" and not isinstance(default, bool):
-        notes.append(
-            f"default: {default:g}" if isinstance(default, float) else f"default: {default}"
-        )
+    if (
+        isinstance(default, str | int | float)
+        and default != ""
+        and not declared.metadata.get("flag")
+    ):
+        notes.append(f"default: {str(default).lower() if isinstance(default, bool) else default}")
     return f"{text} ({'; '.join(notes)})".replace("%", "%%") if notes else text.replace("%", "%%")
 
 

@@ -43,7 +43,7 @@ __all__ = [
     "ENCODER_SETTINGS", "METHOD_SPECS", "METRIC_CUTS", "METRIC_MEASURES", "AdapterConfig",
     "BankConfig", "BatchConfig", "DataConfig", "DataPolicy", "EncoderConfig", "LossConfig",
     "MethodName", "MethodSpec", "MixtureConfig", "ModelConfig", "OptimConfig", "ReplayConfig",
-    "RunConfig", "TrainConfig", "affects", "check_total", "check_values", "from_mapping", "load",
+    "RunConfig", "TrainConfig", "affects", "check_values", "from_mapping", "load",
     "parse_bytes", "settings_with", "to_yaml", "train_settings", "validate", "with_changes",
 ]  # fmt: skip
 
@@ -64,7 +64,8 @@ class TrainConfig:
     allow_changes: bool = setting(False, resume="free")
     """Only with `resume`: continue although settings, data, tokenizer, encoder or the number of
     processes changed. The changes are printed. Some settings can never change: `lora`,
-    `optim.name`, and every setting that decides which weights are stored."""
+    `optim.name`, and every setting that decides which weights are stored or how texts are
+    encoded."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -217,16 +218,6 @@ def validate(config: TrainConfig, world: int = 1, warn: bool = True) -> None:
         raise InputError(sentence)
     for sentence in config.unused() if warn else ():
         warnings.warn(sentence, stacklevel=2)
-
-
-def check_total(config: TrainConfig, total: int) -> None:
-    """Warn if a run of ``total`` steps ends before the bank is used."""
-    if config.bank_size() and config.bank.warmup_steps >= total:
-        warnings.warn(
-            f"bank.warmup_steps is {config.bank.warmup_steps} in a run of {total} steps: the bank "
-            "is never used",
-            stacklevel=2,
-        )
 
 
 def from_mapping(values: dict[str, Any]) -> TrainConfig:

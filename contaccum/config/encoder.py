@@ -114,10 +114,10 @@ class ModelConfig(EncodingConfig):
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of storing them. This saves memory,
     but a step takes about 1.5 times as long."""
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
-    """Implementation of attention. `auto` uses that of the encoder's config.json if it is
-    available, else lets transformers choose. `flash_attention_2` needs the package flash-attn,
-    CUDA, and bf16 or fp16."""
+    attention: Literal["auto", "eager", "sdpa"] = "auto"
+    """Implementation of attention in transformers. `auto` uses that of the encoder's config.json if
+    it is one of the others, else lets transformers choose. It is not used without padding
+    (`model.unpad`)."""
     unpad: bool | Literal["auto"] = "auto"
     """Skip padding tokens. The texts of a micro-batch are concatenated, and attention stays within
     each text. This works with BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, ELECTRA,

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from torch import nn
 from transformers.utils import cached_file
 
 from contaccum.config import AdapterConfig
 from contaccum.encoder.backbone import POOLER, refuse_incomplete, require
 from contaccum.encoder.folders import ADAPTER_FILE, BASE_FILE, WEIGHTS, Base
-from contaccum.errors import InputError
+from contaccum.errors import InputError, in_one_line
 from contaccum.runtime.files import read_json, sha256_of, write_json
 from contaccum.runtime.hub import loading, optional_json
 
@@ -79,16 +78,7 @@ def add_adapter(backbone: Any, base: Base, config: AdapterConfig) -> None:
     try:
         backbone.add_adapter(settings)
     except ValueError as error:
-        linear = {
-            name.rpartition(".")[2]
-            for name, part in backbone.named_modules()
-            if isinstance(part, nn.Linear)
-        }
-        names = ", ".join(sorted(linear)[:8])
-        raise InputError(
-            f"lora.target_modules: {wanted} not found in {base.name}; use names of the encoder's "
-            f"linear layers, such as {names}"
-        ) from error
+        raise InputError(f"lora.target_modules: {in_one_line(error)}") from error
     settings.base_model_name_or_path = base.name
     _adapter_to_float32(backbone)
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, BitsAndBytesConfig
 from transformers.models.auto import modeling_auto
-from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
 from contaccum.encoder.folders import decoder_only
@@ -45,8 +44,8 @@ def load_backbone(
 
     name, subfolder: folder or Hub name, and a folder in it. device: device for a quantized
     backbone; do not move it later. Other backbones are loaded on the CPU. quantize: none or
-    4bit. attention: ``auto`` uses the implementation of attention in config.json if it is available
-    on ``device``, else warns; any other value ignores config.json. Raises InputError for a model
+    4bit. attention: ``auto`` uses the implementation of attention in config.json if it is eager or
+    sdpa, else warns; any other value ignores config.json. Raises InputError for a model
     that makes no token vectors, or was trained to be something else than an encoder.
     """
     source = {"subfolder": subfolder, "trust_remote_code": trust_remote_code}
@@ -92,21 +91,15 @@ def load_backbone(
     refuse_incomplete(name, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"])
 
     if wanted is not None and attention == "auto":
-        # names of other implementations may stand for code on the Hub
-        available = wanted in ("eager", "sdpa") or (
-            wanted == "flash_attention_2"
-            and torch.device(device or "cpu").type == "cuda"
-            and dtype != torch.float32
-            and is_flash_attn_2_available()
-        )
-        if available:
+        # other implementations need packages, or stand for code on the Hub
+        if wanted in ("eager", "sdpa"):
             with suppress(ValueError, ImportError), quiet_transformers():
                 backbone.set_attn_implementation(wanted)
         used = backbone.config._attn_implementation
         if used != wanted:
             warnings.warn(
                 f"{name}: config.json asks for {wanted} as the implementation of attention, "
-                f"which is not available here for this model and precision; {used} is used",
+                f"which is not available here; {used} is used",
                 stacklevel=2,
             )
     if decoder_only(config.model_type):

@@ -41,7 +41,6 @@ from contaccum.encoder.tokenizer import (
 from contaccum.encoder.tower import (
     Tower,
     TowerLoader,
-    check_flash_attention,
     check_padding,
     check_unpad,
     set_attention,
@@ -319,19 +318,15 @@ class DualEncoder(nn.Module):
     def set_attention(self, name: str, unpad: bool = False) -> None:
         """Choose the implementation of attention in both backbones.
 
-        name: ``eager``, ``sdpa``, ``flash_attention_2``, or ``auto`` (transformers chooses). unpad:
-        whether to compute without padding. Raises InputError if the model type or the device does
-        not support ``name`` or ``unpad``.
+        name: ``eager``, ``sdpa`` or ``auto`` (transformers chooses). unpad: whether to compute
+        without padding, with attention of our own. Raises InputError if the model type does not
+        support ``name`` or ``unpad``.
         """
-        if name == "flash_attention_2":
-            check_flash_attention(self.device)
         for tower in self.towers:
             if unpad:
                 check_unpad(tower)
             tower.unpad = unpad
-            # unpadded passes use PyTorch's FlashAttention unless the package flash-attn is
-            # requested
-            chosen = ATTENTION if unpad and name != "flash_attention_2" else name
+            chosen = ATTENTION if unpad else name
             if chosen != "auto":
                 set_attention(tower.backbone, chosen)
 
@@ -425,7 +420,7 @@ class DualEncoder(nn.Module):
         device of both towers. adapters: options of new LoRA adapters. The other weights are then
         frozen. None: no new adapters. merge: whether to merge the saved adapters into the base
         weights. Quantized base weights are dequantized first. attention: ``auto`` uses the
-        implementation of attention that config.json asks for, if it is available; other values
+        implementation of attention that config.json asks for, if it is eager or sdpa; other values
         ignore config.json, see ``set_attention``. overrides: values for fields of
         EncoderSettings. A value of None changes nothing.
         """

@@ -3,7 +3,7 @@
 Without padding, the tokens of all texts form one sequence. Only attention needs to know where each
 text begins, and which tokens of its text a token may attend to. On a CPU, attention is computed for
 all texts of one length at a time. On CUDA, a variable-length kernel of PyTorch computes attention
-for all texts in one call. With `flash_attention_2`, transformers computes attention.
+for all texts in one call.
 """
 
 from collections.abc import Iterator, Sequence
@@ -99,7 +99,7 @@ def unpad(tokens: Tokens, first: int = 0) -> UnpaddedTokens:
 
 def token_states(backbone: Any, row: UnpaddedTokens) -> Tensor:
     """Return the vectors of all tokens in the sequence, (T, d)."""
-    # transformers passes these arguments to ``attend``, or to its own FlashAttention
+    # transformers passes these arguments to ``attend``
     bounds = {"cu_seq_lens_q": row.bounds, "cu_seq_lens_k": row.bounds}
     longest = {"max_length_q": row.longest, "max_length_k": row.longest}
     output = backbone(

@@ -28,7 +28,7 @@ from contaccum.encoder.folders import POOLING_FLAGS, SETTINGS_FILE, TOWERS, WEIG
 from contaccum.encoder.tower import Tower
 from contaccum.errors import InputError
 from contaccum.runtime.files import sha256_of, write_json, write_text
-from contaccum.runtime.sharding import full, is_sharded, save_full
+from contaccum.runtime.sharding import full, is_sharded
 
 # package of the module classes; old and new versions accept this name
 MODULES = "sentence_transformers.models."
@@ -165,18 +165,20 @@ def save_backbone(tower: Tower, folder: Path | None) -> None:
     backbone = tower.backbone
     if not is_sharded(tower):
         backbone.save_pretrained(folder)
-    elif tower.base is not None:
-        trained = {name: each for name, each in backbone.named_parameters() if each.requires_grad}
-        weights = {name: full(each.detach()).cpu() for name, each in trained.items()}
+        return
+    tensors = backbone.state_dict()
+    if tower.base is not None:
+        tensors = {name: each for name, each in backbone.named_parameters() if each.requires_grad}
+    weights = {}
+    for name, tensor in tensors.items():
+        gathered = full(tensor.detach())
         if folder is not None:
-            # transformers would replace the given weights
-            quantizer = vars(backbone).pop("hf_quantizer", None)
-            backbone.save_pretrained(folder, state_dict=weights)
-            backbone.hf_quantizer = quantizer
-    else:
-        if folder is not None:
-            backbone.save_pretrained(folder, state_dict={})  # only the configuration
-        save_full(backbone.state_dict(), folder and folder / WEIGHTS)
+            weights[name] = gathered.cpu()
+    if folder is not None:
+        # transformers would replace the given weights
+        quantizer = vars(backbone).pop("hf_quantizer", None)
+        backbone.save_pretrained(folder, state_dict=weights)
+        backbone.hf_quantizer = quantizer
 
 
 def send_weights(towers: list[Tower]) -> None:

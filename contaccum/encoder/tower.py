@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers.utils import cached_file, is_flash_attn_2_available
+from transformers.utils import cached_file
 
 from contaccum.batch import Tokens
 from contaccum.encoder import adapters as lora
@@ -398,16 +398,6 @@ def set_attention(backbone: Any, name: str) -> None:
         raise InputError(
             f"model.attention is {name}, but the model type {family} does not support it{reason}. "
             "Use auto."
-        )
-
-
-def check_flash_attention(device: torch.device) -> None:
-    """Raise InputError if ``device`` is no CUDA device or if flash-attn is not installed."""
-    if device.type != "cuda" or not is_flash_attn_2_available():
-        raise InputError(
-            "model.attention is flash_attention_2, which needs a CUDA device (found "
-            f"{device.type}) and the package flash-attn (pip install flash-attn "
-            "--no-build-isolation). Or use auto: PyTorch has its own FlashAttention."
         )
 
 

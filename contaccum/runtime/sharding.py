@@ -4,9 +4,7 @@ A pass over a layer gathers the weights of this layer from all processes, uses t
 So all processes must run the same number of passes, and save and load together.
 """
 
-import json
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -25,15 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from contaccum.errors import InputError
 from contaccum.runtime.processes import Processes
-
-DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.bool: "BOOL",
-}
-"""Data types of weights, with their names in the safetensors format."""
 
 
 def shard(
@@ -136,34 +125,6 @@ def full(tensor: Tensor) -> Tensor:
     on_device = tensor.detach().to(tensor.device_mesh.device_type)
     assert isinstance(on_device, DTensor)
     return on_device.full_tensor()
-
-
-def save_full(tensors: Mapping[str, Tensor], path: Path | None) -> None:
-    """Write full tensors to a safetensors file.
-
-    All processes must call this function with the same names.
-
-    Only one tensor is gathered at a time, so no process holds all weights. path: None in the
-    processes that do not write.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the tensor data begin at a multiple of 8 bytes
-    with open(path, "wb") if path is not None else nullcontext() as file:
-        if file is not None:
-            file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            full_tensor = full(tensor)
-            if file is not None:
-                file.write(full_tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def save_parts(tensors: Mapping[str, Tensor], folder: Path) -> None:

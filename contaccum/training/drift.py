@@ -31,7 +31,7 @@ class Drift:
     ) -> None:
         """batches: clone of the source of training batches, used only here.
 
-        size: micro-batch size of each step. two_pass: whether the method has two passes.
+        size: micro-batch size. two_pass: whether the method has two passes.
         """
         self.engine, self.bank, self.batches, self.size = engine, bank, batches, size
         self.two_pass = two_pass
@@ -50,14 +50,15 @@ class Drift:
         self.engine.encoder.train()
         bank = self.bank
         steps = bank.step - bank.ages().cpu()
-        if not len(steps):
+        if not (steps >= self.size.since).any():
             return {}
         positions = bank.index_in_step[: bank.stored]
         measured = []
-        sample = torch.linspace(int(steps.min()), int(steps.max()), DRIFT_SAMPLE)
+        oldest = max(int(steps.min()), self.size.since)  # other sizes gave other micro-batches
+        sample = torch.linspace(oldest, int(steps.max()), DRIFT_SAMPLE)
         for step in sample.round().long().unique().tolist():
             # the last micro-batch of a step stays in the bank for longest
-            rows = self.batches.rows_of(step, self.size.at(step))
+            rows = self.batches.rows_of(step, self.size.now)
             slots = torch.nonzero((steps == step) & (positions >= sum(rows[:-1]))).flatten()
             if len(slots) == rows[-1]:
                 slots = slots[positions[slots].argsort()]
@@ -79,7 +80,7 @@ class Drift:
         slots: bank slots of its rows, all processes.
         """
         engine, bank = self.engine, self.bank
-        micro_batches = self.batches.step(step, self.size.at(step))
+        micro_batches = self.batches.step(step, self.size.now)
         batch = micro_batches[number]
         # (B, d), (B, 1 + H, d)
         queries, passages = engine.encode_again(micro_batches, number, step, self.two_pass)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from contaccum.batch import MicroBatch
-from contaccum.config import METRIC_CUTS, TrainConfig, check_total, parse_bytes, to_yaml, validate
+from contaccum.config import METRIC_CUTS, TrainConfig, parse_bytes, to_yaml, validate
 from contaccum.config.commands import SearchConfig
 from contaccum.config.load import CONFIG_VERSION
 from contaccum.data.dataset import load_training, open_dataset
@@ -146,9 +146,8 @@ class Training:
         sharded = config.run.sharding == "fsdp"
         # a device may be too small for all weights
         device = torch.device("cpu") if sharded else engine.device
-        changed: list[str] = []  # settings of the encoder that differ from those in the checkpoint
         if checkpoint:
-            self.encoder, changed = parts.saved_encoder(config, checkpoint.folder / "model", device)
+            self.encoder = parts.load_encoder(config, checkpoint.folder / "model", device)
         else:
             self.encoder = parts.build_encoder(config, train_set, device)
         if sharded:
@@ -172,7 +171,6 @@ class Training:
         # number of steps
         self.examples = len(train_set.queries)
         self.total = run_folder.total_steps(config, self.examples)
-        check_total(config, self.total)
 
         # state of the run
         self.identity = run_folder.run_identity(config, engine, train_set, self.dev)
@@ -187,7 +185,7 @@ class Training:
         self.cost = 0
         engine.before_pass = self.before_pass
         if checkpoint:
-            self.resume(checkpoint, optimizer, changed)
+            self.resume(checkpoint, optimizer)
         engine.prepare(self.encoder, optimizer)
         if engine.is_main:
             write_text(
@@ -210,17 +208,8 @@ class Training:
         )
         self.log.say(automatic.description(config))
 
-    def resume(
-        self,
-        checkpoint: run_folder.Checkpoint,
-        optimizer: torch.optim.Optimizer,
-        changed: list[str],
-    ) -> None:
-        """Continue from a checkpoint.
-
-        changed: encoder settings that differ from the checkpoint. If one of them or the data
-        changed, the bank starts empty.
-        """
+    def resume(self, checkpoint: run_folder.Checkpoint, optimizer: torch.optim.Optimizer) -> None:
+        """Continue from a checkpoint. If the data changed, the bank starts empty."""
         config, state = self.config, checkpoint.state
         changes = run_folder.identity_differences(state["identity"], self.identity)
         where = f"{checkpoint.folder}: the conditions of training changed"
@@ -239,14 +228,10 @@ class Training:
         self.evaluated = state["evaluated"]
         self.worse = state["worse"]
 
-        if state["identity"]["data"] != self.identity["data"]:
-            changed = [*changed, "data"]  # the bank contains row numbers of the old data
-        if changed and self.bank.stored:
+        # the bank contains row numbers of the data
+        if state["identity"]["data"] != self.identity["data"] and self.bank.stored:
             self.bank.empty()
-            warnings.warn(
-                f"the bank starts empty, because settings changed: {', '.join(changed)}",
-                stacklevel=2,
-            )
+            warnings.warn("the bank starts empty, because the data changed", stacklevel=2)
 
         if self.dev and self.best:
             model_file = self.folder / "model" / SETTINGS_FILE

@@ -1,8 +1,7 @@
 """Recover from an out-of-memory error in one process: repeat the step in smaller parts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from contaccum.config import TrainConfig
 from contaccum.data.batches import Batches
@@ -62,9 +61,7 @@ class MicroBatchSize:
     sizes: list[int]  # the configured size, then smaller ones in descending order
     unit: str
     level: int = 0
-    earlier: list[tuple[int, int]] = field(default_factory=list)
-    """Previous sizes, as tuples: (optimizer steps finished when the size changed, size used until
-    then)."""
+    since: int = 0  # number of optimizer steps before the first one with this size
 
     def __str__(self) -> str:
         return f"micro-batches of {self.now} {self.unit}"
@@ -80,31 +77,23 @@ class MicroBatchSize:
         """
         if self.level + 1 == len(self.sizes):
             return False
-        self.earlier.append((step, self.now))
         self.level += 1
+        self.since = step
         return True
 
-    def at(self, step: int) -> int:
-        """Return the micro-batch size of optimizer step ``step``. The first step is step 0."""
-        return next((size for end, size in self.earlier if step < end), self.now)
+    def state(self) -> dict[str, int]:
+        return {"configured": self.sizes[0], "size": self.now, "since": self.since}
 
-    def state(self) -> dict[str, Any]:
-        return {"size": self.now, "earlier": self.earlier, "shrunk": self.level > 0}
+    def load_state(self, state: dict[str, int], step: int) -> None:
+        """Restore the state of a checkpoint, unless the config has another size now.
 
-    def load_state(self, state: dict[str, Any], step: int) -> None:
-        """Restore the state of a checkpoint.
-
-        If memory never ran out before the checkpoint, continue with the configured size. Otherwise,
-        continue with the largest possible size that is not above the saved size. If all sizes are
-        above it, continue with the smallest. step: number of optimizer steps before the checkpoint.
+        step: number of optimizer steps before the checkpoint.
         """
-        self.earlier = [(end, size) for end, size in state["earlier"]]
-        self.level = 0
-        if state["shrunk"]:
+        self.since = step
+        if state["configured"] == self.sizes[0]:
+            self.since = state["since"]
             while self.level + 1 < len(self.sizes) and self.now > state["size"]:
                 self.level += 1
-        if self.now != state["size"]:
-            self.earlier.append((step, state["size"]))
 
 
 def halved(size: int, smallest: int = 1, pairs: int = 0) -> list[int]:

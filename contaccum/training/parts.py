@@ -17,7 +17,6 @@ from contaccum.data.sampler import make_sampler
 from contaccum.data.tables import TokenTable, build_token_table
 from contaccum.data.train_set import TrainSet
 from contaccum.encoder import (
-    SETTINGS_FILE,
     Adapters,
     DualEncoder,
     EncoderSettings,
@@ -34,7 +33,6 @@ from contaccum.methods.objective import Distillation, Matryoshka, MatryoshkaBank
 from contaccum.methods.rules import Guide, PairRules
 from contaccum.retrieval.encode import training_vectors
 from contaccum.runtime.engine import Engine
-from contaccum.runtime.files import read_json
 from contaccum.runtime.processes import torch_dtype
 from contaccum.runtime.progress import announced
 from contaccum.training.automatic import choose_unpad
@@ -50,7 +48,7 @@ def build_encoder(
     if model.name != "tiny":
         adapters = Adapters(config.lora, model.quantize) if config.lora.rank else None
         towers = {name: getattr(model, name) for name in _TOWER_SETTINGS}
-        encoder = _load_encoder(config, model.name, device, adapters=adapters, **towers)
+        encoder = load_encoder(config, model.name, device, adapters=adapters, **towers)
         encoder.settings = _with_mixture_prefixes(config, encoder.settings)
         return encoder
     chosen = {
@@ -102,22 +100,10 @@ def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> En
     return settings
 
 
-def saved_encoder(
-    config: TrainConfig, checkpoint: Path, device: torch.device | str
-) -> tuple[DualEncoder, list[str]]:
-    """Load the encoder in the folder ``checkpoint``.
-
-    Also return the names of its settings that ``config`` changes.
-    """
-    encoder = _load_encoder(config, checkpoint, device)
-    saved = read_json(checkpoint / SETTINGS_FILE, dict[str, Any])
-    names = [name for name in ENCODER_SETTINGS if saved[name] != getattr(encoder.settings, name)]
-    return encoder, names
-
-
-def _load_encoder(
+def load_encoder(
     config: TrainConfig, name: str | Path, device: torch.device | str, **options: Any
 ) -> DualEncoder:
+    """Load an encoder with the settings of ``config``. name: folder or Hub name."""
     options |= {
         each: getattr(config.model, each) for each in (*ENCODER_SETTINGS, "trust_remote_code")
     }

@@ -100,11 +100,8 @@ def _refuse_changed_settings(config: TrainConfig) -> None:
     """Raise InputError if settings changed since the run started, unless they may change."""
     where = f"output_dir {config.output_dir}"
     old, new = read_config(Path(config.output_dir)), asdict(config)
-    settings, fixed = flat(new), set(settings_with("never"))
-    # None means the value in the folder of the initial encoder, but a resumed run would use the
-    # value in the checkpoint
-    fixed |= {f"model.{name}" for name in ENCODER_SETTINGS if settings[f"model.{name}"] is None}
-    if changes := _changes(flat(old), settings, fixed):
+    fixed = {*settings_with("never"), *(f"model.{name}" for name in ENCODER_SETTINGS)}
+    if changes := _changes(flat(old), flat(new), fixed):
         raise InputError(
             f"{where}: the checkpoints need these settings unchanged: {'; '.join(changes)}. Undo "
             "the changes, or start a new run; --allow_changes does not allow these changes."

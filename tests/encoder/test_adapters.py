@@ -176,7 +176,7 @@ def test_lora_options_reach_the_layers(tmp_path):
     assert layer.lora_dropout["default"].p == 0.25
     assert AdapterConfig(rank=8).scale() == 16
     with pytest.raises(
-        InputError, match=r"\['nothing'\] not found in .*; use names of the encoder.s linear layers"
+        InputError, match=r"lora\.target_modules: Target modules .*nothing.* not found"
     ):
         DualEncoder.load(
             folder, adapters=Adapters(AdapterConfig(rank=3, target_modules=["nothing"])), **SIZE

@@ -311,7 +311,6 @@ def test_attention_choice_is_not_saved(tmp_path):
 @pytest.mark.parametrize(
     ("family", "choice", "sentence"),
     [
-        ("bert", ("flash_attention_2", False), "the package flash-attn"),
         (
             "mpnet",
             ("auto", True),

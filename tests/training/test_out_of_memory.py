@@ -237,7 +237,9 @@ BY_TOKENS = {
 
 
 @pytest.mark.parametrize(("method", "cut"), [("cont_accum", {}), ("cont_cache", BY_TOKENS)])
-def test_drift_uses_the_micro_batch_size_of_each_step(cut, method, data, tmp_path, monkeypatch):
+def test_drift_measures_steps_since_the_last_change_of_size(
+    cut, method, data, tmp_path, monkeypatch
+):
     """Before and after a change of size, the cosine is 1 if the weights do not change."""
     changes = {
         **CHANGES,
@@ -272,16 +274,16 @@ def test_unrecoverable_out_of_memory_is_one_sentence(
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_a_size_that_was_changed_on_resume_counts_only_from_there_on():
-    """Drift encodes past micro-batches again, so it needs the size that each step had."""
+def test_a_size_that_was_changed_on_resume_replaces_the_one_of_the_checkpoint():
+    """Drift encodes past micro-batches again, so it needs the step since which this size holds."""
     size = MicroBatchSize([8, 4, 2, 1], "pairs")
-    resumed = MicroBatchSize([16, 8, 4, 2, 1], "pairs")
-    resumed.load_state(size.state(), 20)
-    assert [resumed.at(step) for step in (0, 19, 20)] == [8, 8, 16]
-    again = MicroBatchSize([16, 8, 4, 2, 1], "pairs")
-    again.load_state(resumed.state(), 30)
-    assert [again.at(step) for step in (0, 19, 20, 40)] == [8, 8, 16, 16]
-    assert not again.state()["shrunk"]
+    assert size.shrink(10)
+    same = MicroBatchSize([8, 4, 2, 1], "pairs")
+    same.load_state(size.state(), 20)
+    assert (same.now, same.since) == (4, 10)
+    other = MicroBatchSize([16, 8, 4, 2, 1], "pairs")
+    other.load_state(size.state(), 20)
+    assert (other.now, other.since) == (16, 20)
 
 
 def test_out_of_memory_outside_the_passes_is_one_sentence(data, tmp_path, monkeypatch):

@@ -277,36 +277,6 @@ def test_settings_that_fix_the_checkpoint_never_change(changes, two_steps):
     assert (run / "config.yaml").read_bytes() == before
 
 
-def test_changed_encoder_settings_empty_the_bank_and_are_saved(two_steps, tmp_path):
-    data, two = two_steps
-    changes = {
-        "model.similarity": "dot",
-        "model.max_passage_length": 8,
-        "model.query_prefix": "query: ",
-    }
-    steps = {**TWO_STEPS, "data.dev": str(data), "optim.max_steps": 3, "run.eval_steps": 50}
-    fills = {}
-    for name, more in (("same", {}), ("other", changes)):
-        run = Path(shutil.copytree(two, tmp_path / name))
-        config = train_config(data, run, resume=True, allow_changes=True, **steps, **more)
-        if more:
-            with pytest.warns(
-                UserWarning,
-                match="the bank starts empty, because settings changed: similarity, max_pass",
-            ):
-                train(config)
-        else:
-            train(config)
-        fills[name] = read_log(run)[-2]["bank_fill"]
-    assert fills == {"same": 24, "other": 0}
-    saved = json.loads((newest_checkpoint(run).folder / "model" / "contaccum.json").read_text())
-    assert (saved["similarity"], saved["max_passage_length"], saved["query_prefix"]) == (
-        "dot",
-        8,
-        "query: ",
-    )
-
-
 @pytest.mark.filterwarnings("ignore:.*fewer than 3 hard negatives")
 def test_missing_passages_in_the_bank_stay_masked_if_new_ones_are_filled(data, tmp_path):
     """Each query has one hard negative, so a stored pair of the first two steps lacks two of four
@@ -342,7 +312,7 @@ def test_changed_data_empties_the_bank(tmp_path):
     config = train_config(
         file, run, resume=True, allow_changes=True, **settings, **{"optim.max_steps": 3}
     )
-    with pytest.warns(UserWarning, match="the bank starts empty, because settings changed: data"):
+    with pytest.warns(UserWarning, match="the bank starts empty, because the data changed"):
         train(config)
     assert read_log(run)[-1]["bank_fill"] == 0
 

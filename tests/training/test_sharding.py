@@ -20,7 +20,6 @@ from contaccum.encoder import DualEncoder
 from contaccum.errors import InputError
 from contaccum.runtime.files import read_json
 from contaccum.runtime.launch import refuse_ignored_launch
-from contaccum.runtime.sharding import save_full
 from contaccum.training.loop import train
 
 LAUNCHES = [("tiny", 1), ("tiny", 4), ("qwen3", 1), ("qwen3", 2)]
@@ -241,14 +240,17 @@ def assert_equal_runs(runs: Runs, whole: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_units_are_the_layers_and_names_are_those_that_transformers_saves(family, tmp_path):
+def test_units_are_the_layers_and_gathered_weights_are_those_that_transformers_saves(
+    family, tmp_path, monkeypatch
+):
     encoder = DualEncoder.load(family_folder(family, tmp_path / family, positions=512))
     tower = encoder.query_tower
     assert len(tower.units()) == 1 + tower.backbone.config.num_hidden_layers
     encoder.save(tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "query_encoder" / "model.safetensors")
-    save_full(tower.backbone.state_dict(), tmp_path / "full.safetensors")
-    written = load_file(tmp_path / "full.safetensors")
+    monkeypatch.setattr("contaccum.encoder.saving.is_sharded", lambda _: True)
+    encoder.save(tmp_path / "gathered")
+    written = load_file(tmp_path / "gathered" / "query_encoder" / "model.safetensors")
     assert saved.keys() == written.keys()
     assert all(torch.equal(saved[name], written[name]) for name in saved)
 

@@ -160,7 +160,7 @@ def test_allow_changes_prints_and_accepts_changes(data, tmp_path, capsys):
     ):
         train(train_config(data, run, resume=True, **changes))
     capsys.readouterr()
-    with pytest.warns(UserWarning, match="the bank starts empty, because settings changed: data"):
+    with pytest.warns(UserWarning, match="the bank starts empty, because the data changed"):
         train(train_config(data, run, resume=True, allow_changes=True, **changes))
     said = capsys.readouterr().err
     assert (
