@@ -56,7 +56,7 @@ def find(name: str | Path) -> Callable[[str], Path]:
     Raise InputError if no data set has this name. Of a Hub data set, only the form of the name is
     checked. A path is not checked.
     """
-    text = str(name)
+    text = os.path.expanduser(str(name))
     refuse_url(text)
     family, _, member = text.partition("/")
     # Path.exists raises an error if the name is too long for a path

@@ -81,6 +81,7 @@ class HubName:
     def of(cls, text: str) -> "HubName":
         """Divide a name into parts. Raise InputError if the name is invalid."""
         name, question_mark, mapping = text.removeprefix(HUB_PREFIX).partition("?")
+        name = os.path.expanduser(name)
         columns: dict[str, list[str]] = {}
         for pair in mapping.split("&") if question_mark else []:
             key, _, value = pair.partition("=")

@@ -52,7 +52,7 @@ class RetrievalDataset:
     """
 
     def __init__(self, name: str | Path, split: str, policy: DataPolicy) -> None:
-        self.name = name
+        self.name = os.path.expanduser(name)
         self.split = split
         self._policy = policy
 

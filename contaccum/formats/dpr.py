@@ -18,6 +18,8 @@ from contaccum.runtime.checks import require_utf8
 
 MAX_CELL = 131_072  # default limit of the csv module: number of characters of a cell
 _HEADER = ["id", "text", "title"]
+_ID_COLUMNS = {"_id", "id", "docid", "doc_id", "pid", "passage_id", "query-id", "query_id", "qid"}
+"""Usual names of the first column. A table that starts with one of them has a header."""
 
 
 def dpr_corpus(path: Path, on_error: OnError = stop) -> Iterator[tuple[SourceLocation, Passage]]:
@@ -27,7 +29,7 @@ def dpr_corpus(path: Path, on_error: OnError = stop) -> Iterator[tuple[SourceLoc
     skipped.
     """
     for number, (location, row) in enumerate(rows_of_cells(path, "\t", on_error)):
-        if number == 0 and row[0].strip().lower() == _HEADER[0]:
+        if number == 0 and row[0].strip().lower() in _ID_COLUMNS:
             if [cell.strip().lower() for cell in row] != _HEADER:
                 found = ", ".join(map(repr, row))
                 on_error(location.error(f"the header is {found}; it must be {', '.join(_HEADER)}"))
