@@ -50,7 +50,8 @@ def scores(runs: list[dict[str, Any]], name: str) -> dict[int, dict[str, dict[st
 
 
 def mean(runs: list[dict[str, Any]], name: str) -> float:
-    return float(np.mean([run["scores"][name]["ndcg@10"] for run in runs]))
+    """Return the mean score of the runs that were evaluated on a set and split."""
+    return float(np.mean([run["scores"][name]["ndcg@10"] for run in runs if name in run["scores"]]))
 
 
 def chosen(runs: list[dict[str, Any]], data: str) -> dict[str, tuple[Choice, list[dict]]]:
