@@ -9,7 +9,7 @@ process 0, then B_k pairs of process 1, and so on. Every process computes the sa
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -109,13 +109,11 @@ def pad(rows: Sequence[np.ndarray], pad_id: int) -> Tokens:
 
     The result has shape (n, length).
     """
-    length = max(map(len, rows))
-    ids = np.full((len(rows), length), pad_id, dtype=np.int64)  # (n, length)
-    mask = np.zeros((len(rows), length), dtype=np.int64)  # (n, length)
-    for number, row in enumerate(rows):
-        ids[number, : len(row)] = row
-        mask[number, : len(row)] = 1
-    return Tokens(torch.from_numpy(ids), torch.from_numpy(mask))
+    lengths = np.array(list(map(len, rows)))  # (n,)
+    mask = np.arange(lengths.max()) < lengths[:, None]  # (n, length)
+    ids = np.full(mask.shape, pad_id, dtype=np.int64)  # (n, length)
+    ids[mask] = np.concatenate(rows)
+    return Tokens(torch.from_numpy(ids), torch.from_numpy(mask.astype(np.int64)))
 
 
 @dataclass(frozen=True)
@@ -144,25 +142,30 @@ class JoinedTokens:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def rows(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """Return the token ids of the texts at ``indices``: one int32 array for each index."""
-        rows = []
-        for index in indices:
-            number = int(np.searchsorted(self._starts, index, side="right")) - 1
-            rows += self._tables[number].rows([index - self._starts[number]])
-        return rows
+    def rows(self, indices: np.ndarray) -> list[np.ndarray]:
+        """Return the token ids of the texts at ``indices`` (k,): k int32 arrays."""
+        found: dict[int, np.ndarray] = {}  # place in ``indices`` -> token ids
+        for table, places, rows in self._by_table(indices):
+            found |= zip(places.tolist(), table.rows(rows), strict=True)
+        return [found[place] for place in range(len(indices))]
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Return the number of tokens of the texts at ``indices`` (k,): (k,) int64."""
+        lengths = np.empty(len(indices), dtype=np.int64)
+        for table, places, rows in self._by_table(indices):
+            lengths[places] = table.lengths(rows)
+        return lengths
+
+    def _by_table(self, indices: np.ndarray) -> Iterator[tuple[TokenTable, np.ndarray, np.ndarray]]:
+        """Yield each table, the places of its texts in ``indices``, and their rows in the table."""
+        for number, table in enumerate(self._tables):
+            start, stop = self._starts[number : number + 2]
+            places = np.flatnonzero((indices >= start) & (indices < stop))
+            yield table, places, indices[places] - start
 
     def longest(self) -> int:
         """Return the number of tokens of the longest text."""
         return max(table.longest() for table in self._tables)
-
-
-@dataclass(frozen=True)
-class _PairTokens:
-    """Token ids of one pair."""
-
-    query: np.ndarray
-    passages: list[np.ndarray]  # 1 + H passages, the positive first
 
 
 class Batches:
@@ -220,60 +223,43 @@ class Batches:
         """Return the micro-batches of step ``step``. size: used instead of ``self.size``."""
         rows = self._sampler(step)
         size = size or self.size
-        budget = 0
         if self._form.micro_batch_tokens:
-            budget = size
-            # the lengths of all texts determine the partition, also those of other processes
-            tokens = self._tokens(rows, np.arange(len(rows.queries)))
-            partition = self._partition_by_tokens(tokens, size)
-        else:
-            partition = partition_by_pairs(len(rows.queries), size, self._form.world)
-            local = np.concatenate([self._form.local(pairs) for pairs in partition])
-            tokens = self._tokens(rows, local)
-        return [self._micro_batch(rows, tokens, pairs, budget) for pairs in partition]
+            partition = self._partition_by_tokens(rows, size)
+            return [self._micro_batch(rows, pairs, budget=size) for pairs in partition]
+        partition = partition_by_pairs(len(rows.queries), size, self._form.world)
+        return [self._micro_batch(rows, pairs, budget=0) for pairs in partition]
 
     def rows_of(self, step: int, size: int | None = None) -> list[int]:
         """Return the number of pairs of each micro-batch of a step, summed over all processes."""
         size = size or self.size
         if self._form.micro_batch_tokens:
-            rows = self._sampler(step)
-            tokens = self._tokens(rows, np.arange(len(rows.queries)))
-            return [len(pairs) for pairs in self._partition_by_tokens(tokens, size)]
+            return [len(pairs) for pairs in self._partition_by_tokens(self._sampler(step), size)]
         width = size * self._form.world
         return [width] * (self._sampler.size // width)
 
-    def _partition_by_tokens(self, tokens: dict[int, _PairTokens], size: int) -> list[np.ndarray]:
-        queries = np.array([len(pair.query) for pair in tokens.values()])  # (N,)
-        # (N, 1 + H)
-        passages = np.array([list(map(len, pair.passages)) for pair in tokens.values()])
+    def _partition_by_tokens(self, rows: StepRows, size: int) -> list[np.ndarray]:
+        """Divide a step by the lengths of all its texts, also those of other processes."""
+        queries = self._query_tokens.lengths(rows.queries)  # (N,)
+        passages = np.ones(rows.passages.shape, dtype=np.int64)  # (N, 1 + H); 1 token if missing
+        is_passage = rows.passages != MISSING
+        passages[is_passage] = self._passage_tokens.lengths(rows.passages[is_passage])
         return partition_by_tokens(queries, passages, size, self._form.world, self._form.padded)
 
-    def _tokens(self, rows: StepRows, indices: np.ndarray) -> dict[int, _PairTokens]:
-        """Return the token ids of the pairs at ``indices``, by index.
+    def _passage_texts(self, numbers: np.ndarray) -> list[np.ndarray]:
+        """Return the token ids of passages, pair by pair. numbers: (B, 1 + H), or MISSING.
 
         A missing passage is replaced by a single token, the first one of the positive; the loss
         masks its column.
         """
-        queries = self._query_tokens.rows(rows.queries[indices])
-        numbers = rows.passages[indices]  # (n, 1 + H)
-        present = numbers != MISSING
-        passages = iter(self._passage_tokens.rows(numbers[present]))
-        tokens = {}
-        for index, query, is_present in zip(
-            indices.tolist(), queries, present.tolist(), strict=True
-        ):
-            positive = next(passages)
-            negatives = [next(passages) if found else positive[:1] for found in is_present[1:]]
-            tokens[index] = _PairTokens(query, [positive, *negatives])
-        return tokens
+        missing = numbers == MISSING
+        texts = self._passage_tokens.rows(np.where(missing, numbers[:, :1], numbers).flatten())
+        for place in np.flatnonzero(missing).tolist():
+            texts[place] = texts[place][:1]
+        return texts
 
-    def _micro_batch(
-        self, rows: StepRows, tokens: dict[int, _PairTokens], pairs: np.ndarray, budget: int
-    ) -> MicroBatch:
+    def _micro_batch(self, rows: StepRows, pairs: np.ndarray, budget: int) -> MicroBatch:
         form = self._form
         local = form.local(pairs)
-        texts = [tokens[index] for index in local.tolist()]
-        passages = [passage for pair in texts for passage in pair.passages]
         teacher = None if rows.teacher is None else torch.from_numpy(rows.teacher[pairs])
         numbers = rows.passages[pairs]  # (W * B_k, 1 + H)
         is_passage = numbers != MISSING
@@ -290,8 +276,8 @@ class Batches:
             torch.from_numpy(rows.queries[pairs]),  # (W * B_k,)
         )
         return MicroBatch(
-            pad([pair.query for pair in texts], form.pad_ids[0]),
-            pad(passages, form.pad_ids[1]),
+            pad(self._query_tokens.rows(rows.queries[local]), form.pad_ids[0]),
+            pad(self._passage_texts(rows.passages[local]), form.pad_ids[1]),
             ids,
             # all at once, because one id at a time takes 20 times as long
             list(self._query_ids[rows.queries[local].tolist()]),

@@ -245,15 +245,24 @@ class TokenTable:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._tokens = np.memmap(folder / "tokens.bin", dtype="<i4", mode="r")
-        self._offsets = np.load(folder / "offsets.npy", mmap_mode="r", allow_pickle=False)
+        # as plain arrays, because a slice of numpy's memmap class takes ten times as long
+        self._tokens = np.asarray(np.memmap(folder / "tokens.bin", dtype="<i4", mode="r"))
+        self._offsets = np.asarray(
+            np.load(folder / "offsets.npy", mmap_mode="r", allow_pickle=False)
+        )
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    def rows(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """Return the token ids of the texts at ``indices``: one int32 array for each index."""
-        return [self._tokens[self._offsets[index] : self._offsets[index + 1]] for index in indices]
+    def rows(self, indices: np.ndarray) -> list[np.ndarray]:
+        """Return the token ids of the texts at ``indices`` (k,): k int32 arrays."""
+        starts, ends = self._offsets[indices].tolist(), self._offsets[indices + 1].tolist()
+        return [self._tokens[start:end] for start, end in zip(starts, ends, strict=True)]
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Return the number of tokens of the texts at ``indices`` (k,): (k,) int64."""
+        lengths: np.ndarray = self._offsets[indices + 1] - self._offsets[indices]
+        return lengths
 
     def longest(self) -> int:
         """Return the number of tokens of the longest text."""

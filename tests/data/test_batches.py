@@ -30,6 +30,9 @@ class Rows:
     def rows(self, indices):
         return [np.full(n % 3 + 1, n + 1, dtype=np.int32) for n in indices]
 
+    def lengths(self, indices):
+        return indices % 3 + 1
+
 
 @pytest.fixture
 def parts(tmp_path):

@@ -140,7 +140,7 @@ def test_each_set_uses_its_prefixes(sets, tmp_path):
             seen[second] += 1
     assert min(seen.values()) > 1
     assert batches._query_tokens.longest() == max(
-        len(row) for row in batches._query_tokens.rows(range(sum(SIZES)))
+        batches._query_tokens.lengths(np.arange(sum(SIZES)))
     )
 
 

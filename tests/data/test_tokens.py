@@ -41,7 +41,7 @@ def test_rows_are_the_tokens_of_each_text():
     for number in [4999, 0, 2000, 1999, 17]:
         content = "query: " + Passage(**table[number]).content
         expected = make(content, truncation=True, max_length=6)["input_ids"]
-        (found,) = built.rows([number])
+        (found,) = built.rows(np.array([number]))
         assert found.dtype == np.int32
         assert found.tolist() == expected
         assert len(expected) <= 6
@@ -50,14 +50,14 @@ def test_rows_are_the_tokens_of_each_text():
 def test_an_empty_text_has_tokens():
     table = Dataset.from_dict({"text": ["", "alpha"]})
     built = build_token_table(table, ["text"], tokenizer(), max_length=8, fingerprint="f")
-    assert [row.tolist() for row in built.rows([0, 1])] == [[2, 3], [2, 4, 3]]
+    assert [row.tolist() for row in built.rows(np.arange(2))] == [[2, 3], [2, 4, 3]]
     plain = tokenizer()
     plain.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="$A", special_tokens=[]
     )
     built = build_token_table(table, ["text"], plain, max_length=8, fingerprint="f")
     # a padding token, as in encoding
-    assert [row.tolist() for row in built.rows([0, 1])] == [
+    assert [row.tolist() for row in built.rows(np.arange(2))] == [
         [0],
         [4],
     ]
