@@ -198,7 +198,8 @@ def test_a_judged_negative_with_the_text_of_a_positive_is_left_out(tmp_path):
     passages = {"p0": ("T", "text"), "p1": ("", "T  text"), "p2": ("", "another")}
     records = [{"_id": key, "title": a, "text": b} for key, (a, b) in passages.items()]
     write(folder / "corpus.jsonl", lines(*records))
-    found = check(folder)["splits"]["train"]
+    with pytest.warns(UserWarning, match="1 hard negatives have the text of a positive"):
+        found = check(folder)["splits"]["train"]
     assert found["negatives with the text of a positive"] == 1
     with pytest.warns(UserWarning, match="1 hard negatives have the text of a positive"):
         found = open_train_set(folder, hard_negatives=1)
