@@ -50,7 +50,7 @@ class Case:
     def incremental(self) -> None:
         found = self.loss(self.queries, self.passages, self.ids, self.bank)
         torch.autograd.grad(found.value, (self.queries, self.passages))
-        self.bank.push(self.queries, self.passages, self.ids, found.computed)
+        self.bank.push(self.queries, self.passages, self.ids, found.bank_logits)
 
     def full(self) -> None:
         rows = torch.cat([self.queries, self.bank.queries])

@@ -96,7 +96,7 @@ ONE_TOKEN = Tokens(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=t
 
 @dataclass(frozen=True)
 class RowIds:
-    """Passage ids for each query.
+    """Passage ids for each query: numbers that are equal for passages with equal text.
 
     ``columns`` has one positive and the hard negatives, ``positives`` all known positives.
 

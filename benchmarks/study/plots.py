@@ -47,7 +47,7 @@ def points(studies: Studies, name: str) -> dict[str, list[tuple[float, float, fl
     for budget in BUDGETS:
         for setting, group in chosen_on_dev(studies.get(f"{name}-{budget}", [])).items():
             method = next((method for method in LABELS if method in setting), None)
-            mean, deviation = group.score(METRIC)
+            mean, deviation = group.mean_and_sd(METRIC)
             if method is not None and mean is not None and deviation is not None:
                 pairs = group.setting("optim.max_steps") * group.setting(SIZE)
                 found[method].append((pairs / 16 * SECONDS[name][method], mean, deviation))

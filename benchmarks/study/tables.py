@@ -153,8 +153,10 @@ def against(chosen: dict[str, RunGroup], reference: str, times: bool = False) ->
         "grad ratio",
     ]
     rows = []
-    for name, group in sorted(chosen.items(), key=lambda item: -(item[1].score(METRIC)[0] or 0)):
-        mean, deviation = group.score(METRIC)
+    for name, group in sorted(
+        chosen.items(), key=lambda item: -(item[1].mean_and_sd(METRIC)[0] or 0)
+    ):
+        mean, deviation = group.mean_and_sd(METRIC)
         one = found.get(name)
         row = [
             name, f"{group.setting(RATE):g}" if group.method else "-",
@@ -200,7 +202,7 @@ def rates(runs: Sequence[RunRecord]) -> Table:
     parentheses."""
     table: dict[str, dict[float, str]] = {}
     for group in groups(runs, rate=True).values():
-        mean, deviation = group.score(METRIC)
+        mean, deviation = group.mean_and_sd(METRIC)
         text = f"{mean:.4f} ({'' if deviation is None else f'{deviation:.4f}, '}{len(group.runs)})"
         table.setdefault(label(group.runs[0]), {})[group.setting(RATE)] = text
     heads = sorted({rate for row in table.values() for rate in row})
@@ -535,7 +537,7 @@ def heads_balance(studies: Studies, name: str) -> Table:
     for rate in sorted({run.config[RATE] for run in chosen}):
         found = groups([run for run in chosen if run.config[RATE] == rate]).values()
         apart = [abs(math.log(group.median("grad_norm_ratio") or 1.0)) for group in found]
-        quality = [group.score(METRIC)[0] or 0.0 for group in found]
+        quality = [group.mean_and_sd(METRIC)[0] or 0.0 for group in found]
         result = stats.spearmanr(apart, quality)
         rows.append(
             [f"{rate:g}", str(len(apart)), f"{result.statistic:+.2f}", p(float(result.pvalue))]

@@ -79,7 +79,8 @@ def setting(
 ) -> Any:
     """Declare a field of an options dataclass. Its help text is the docstring below the field.
 
-    A plain default declares a setting without any of the following.
+    A plain default declares a setting without any of the following; a resumed run may change it
+    only with ``allow_changes``.
 
     Args:
         default: value of a setting that is not given.

@@ -199,8 +199,8 @@ class LossConfig:
     """Negatives of the loss, and additional training targets."""
 
     mask_false_negatives: bool = True
-    """Mask negatives that are known, by their passage id, to be relevant for the query. This
-    applies to the negatives of the batch and of the bank."""
+    """Mask negatives whose text is known to be relevant for the query. This applies to the
+    negatives of the batch and of the bank."""
     guide: str | None = setting(None, metavar="MODEL")
     """Encoder that finds false negatives: a folder or a name on the Hub. It may be the same encoder
     as in `model.name`. The guide scores the positive and the negatives (in-batch, hard and from the

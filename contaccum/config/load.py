@@ -32,7 +32,7 @@ class Given(NamedTuple):
 
     value: Any
     where: str
-    """Name of the setting, after the place where its value was read: ``c.yaml:3: seed``,
+    """Place where the value was read and name of the setting, for messages: ``c.yaml:3: seed`` or
     ``--seed``."""
 
 
@@ -45,7 +45,8 @@ def load(
 
     files: paths of YAML files, or names of ready-made configs. options: name of a setting, such as
     ``bank.size`` -> its value as text; a list of texts for an option with several values; True for
-    a switch. If two of the dataclasses have a setting with the same name, both get its value.
+    a switch. If two of the dataclasses have a setting with the same name, both get its value. A
+    ``replay.share`` is dropped with a warning if a later source chooses another method.
 
     Raises InputError for a file that is not YAML, an unknown setting, or a value that is not
     allowed.
@@ -215,7 +216,7 @@ def converted(kind: Any, value: Any, where: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        of_wrong_type = "got" in str(error)
+        of_wrong_type = "got" in str(error)  # msgspec's word for a value of a wrong type
         expected = "" if of_wrong_type else range_of(kind)
         raise InputError(
             f"{where} is {shown(value)}, expected {expected or described(kind)}"
@@ -344,7 +345,7 @@ def _value(declared: Field, name: str, text: str) -> Any:
     if kind == list[str] and re.fullmatch(r"[\w.-]+", text):
         return [text]  # a single word needs no brackets
     if kind is str or (str in get_args(kind) and get_origin(kind) is not list):
-        # in a config, null is no value; for a command, leaving out the option says that
+        # null means None for a setting in a group, as in a config file; elsewhere it is a text
         return None if text == "null" and "." in name and kind is not str else text
     try:
         value = _Loader(text).get_single_data()

@@ -115,9 +115,9 @@ class RetrievalDataset:
 
     @cached_property
     def qrels(self) -> Qrels:
-        """Content of the qrels file ``name``, for queries that have a positive.
+        """Judgements of the queries that have a positive, if ``name`` is a qrels file.
 
-        Its form: query id -> passage id -> grade.
+        The form is query id -> passage id -> grade.
         """
         source = Path(self.name)
         kept = keep_answerable(source, read_grades(source).qrels, self._policy.strict)

@@ -121,6 +121,7 @@ def pool_unpadded(states: Tensor, row: UnpaddedTokens, pooling: str) -> Tensor:
         ).index_add(0, row.texts, states.to(wide))  # (n, d)
         lengths = row.bounds.diff()[row.places]
         return (total / lengths.clamp(min=1).unsqueeze(1)).to(states.dtype)
+    assert pooling in ("cls", "last"), pooling
     starts, ends = row.bounds[:-1], row.bounds[1:]
     return states[starts[row.places] if pooling == "cls" else ends[row.places] - 1]
 

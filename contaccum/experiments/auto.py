@@ -355,9 +355,9 @@ class Auto:
                 f"{duration(budget)}"
             )
         self.say(f"tuning: {plan}")
-        tuned = Tuned(
-            Variant("auto", "grad_cache", (), tuple(candidates)), rung_shares(len(candidates), None)
-        )
+        # the method is not used, because each candidate has its own
+        variant = Variant("auto", "grad_cache", (), tuple(candidates))
+        tuned = Tuned(variant, rung_shares(len(candidates), None))
         if len(candidates) > 1:
             tune(
                 [tuned],

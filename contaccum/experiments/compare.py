@@ -179,13 +179,13 @@ class Study:
         """Train and evaluate all runs that are not finished, and write the report."""
         finals = {
             (variant.label, candidate): [
-                self._run_job(variant, candidate, seed, FULL, self.test) for seed in self.seeds
+                self._plan_run(variant, candidate, seed, FULL, self.test) for seed in self.seeds
             ]
             for variant in self.variants
             for candidate in variant.candidates
         }
         trials = {
-            (each.variant.label, candidate, share): self._run_job(
+            (each.variant.label, candidate, share): self._plan_run(
                 each.variant, candidate, self.seeds[0], share, None
             )
             for each in self.tuned
@@ -270,7 +270,7 @@ class Study:
         folders = {job.folder for label in labels for job in rows.get(label, ())}
         return folders | {job.folder for job in baselines if job.name == self.against}
 
-    def _run_job(
+    def _plan_run(
         self,
         variant: Variant,
         candidate: Values,

@@ -249,12 +249,12 @@ def _draw_cost(axes: "Axes", groups: Sequence[RunGroup], metric: str, cost: str)
     """
     colors = legend(groups)
     for group in groups:
-        score, deviation = group.score(metric)
+        score, deviation = group.mean_and_sd(metric)
         x, x_deviation = mean_std(getattr(run, cost) for run in group.runs)
         if x is not None and score is not None:
             color = colors[group.label]
             axes.errorbar(x, score, deviation, x_deviation, fmt="o", color=color, capsize=3)
     for group in groups if axes.has_data() else ():
-        score, _ = group.score(metric)
+        score, _ = group.mean_and_sd(metric)
         if score is not None and group.mean(cost) is None:
             axes.axhline(score, color=colors[group.label], linewidth=1.2, linestyle=":")

@@ -121,7 +121,9 @@ def verdict(groups: Sequence[RunGroup], metric: str, found: Sequence[Difference]
     scored = [group for group in best_first(groups, metric) if group.scores(metric)]
     if not scored:
         return f"No run has {metric} on the test data."
-    words = f"{scored[0].label} has the highest {metric}: {number(scored[0].score(metric)[0])}."
+    words = (
+        f"{scored[0].label} has the highest {metric}: {number(scored[0].mean_and_sd(metric)[0])}."
+    )
     if not found:
         return f"{words} No significance test was run, so this may be due to chance."
     kinds: dict[str, list[str]] = {"better": [], "worse": [], "not significantly different": []}
@@ -245,7 +247,7 @@ def results(
     tests = {one.group.label: one for one in found}
     rows = []
     for group in best_first(groups, metric):
-        mean, deviation = group.score(metric)
+        mean, deviation = group.mean_and_sd(metric)
         row: dict[str, Any] = {
             "run": group.label,
             "settings": group.settings,

@@ -147,7 +147,7 @@ def for_order(score: float | None) -> float:
 
 def best_first(groups: Iterable["RunGroup"], metric: str) -> list["RunGroup"]:
     """Sort groups by the metric, best first. Groups without the metric come last."""
-    return sorted(groups, key=lambda group: for_order(group.score(metric)[0]), reverse=True)
+    return sorted(groups, key=lambda group: for_order(group.mean_and_sd(metric)[0]), reverse=True)
 
 
 def mean_std(values: Iterable[float | None]) -> tuple[float | None, float | None]:
@@ -178,7 +178,7 @@ class RunGroup:
     def scores(self, metric: str) -> list[float]:
         return [score for run in self.runs if (score := run.score(metric)) is not None]
 
-    def score(self, metric: str) -> tuple[float | None, float | None]:
+    def mean_and_sd(self, metric: str) -> tuple[float | None, float | None]:
         """Return the mean and the standard deviation of the metric over the runs."""
         return mean_std(self.scores(metric))
 

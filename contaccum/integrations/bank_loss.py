@@ -162,7 +162,7 @@ class BankLoss:
             )
         # The backward pass of the other library still needs the bank as it is, so the vectors are
         # pushed later.
-        self._waiting = (queries.detach(), passages.detach(), rows, found.computed)
+        self._waiting = (queries.detach(), passages.detach(), rows, found.bank_logits)
         # DistributedDataParallel averages the gradients over processes, but the loss needs the sum
         # of the gradients
         return (

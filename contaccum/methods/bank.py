@@ -62,7 +62,8 @@ class BankLogits(NamedTuple):
 class Bank:
     """Ring buffer of M slots with one pair each.
 
-    Slots 0 to ``stored`` - 1 are filled. A bank of size 0 stays empty.
+    Slots 0 to ``stored`` - 1 contain a pair; the loss uses the first ``fill``, which is 0 during
+    the warm-up. A bank of size 0 stays empty.
     """
 
     truncated: "tuple[Bank, ...]" = ()
@@ -148,14 +149,14 @@ class Bank:
         queries: Tensor,
         passages: Tensor,
         ids: RowIds,
-        computed: tuple[BankLogits | None, ...] = (),
+        bank_logits: tuple[BankLogits | None, ...] = (),
     ) -> None:
         """Write b new pairs into the next b slots.
 
         In a full bank, this replaces the b oldest pairs.
 
-        queries: (b, d). passages: (b, 1 + H, d). ids: passage ids of the b pairs. computed:
-        ``LossValue.computed`` of the loss that compared the b pairs with this bank, so that the
+        queries: (b, d). passages: (b, 1 + H, d). ids: passage ids of the b pairs. bank_logits:
+        ``LossValue.bank_logits`` of the loss that compared the b pairs with this bank, so that the
         push does not compute these logits again.
         """
         if self.size == 0:
@@ -163,7 +164,7 @@ class Bank:
         b, stored_before = len(queries), self.stored
         assert b <= self.size, f"a push of {b} rows into a bank of {self.size} would lose rows"
         self._widen(ids.positives.shape[1])
-        in_loss = computed[0] if computed else None
+        in_loss = bank_logits[0] if bank_logits else None
         if in_loss is not None:
             positive_logits = in_loss.positive  # (b,)
         elif self.queries is not None:

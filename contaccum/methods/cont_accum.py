@@ -29,7 +29,7 @@ def cont_accum(
         queries, passages = engine.encode(batch)  # (b, d), (b, 1 + H, d)
         value = loss(queries, passages, batch.ids, bank).weighted(row_weight, pair_weight)
         engine.backward(value.value / len(micro_batches))
-        bank.push(queries, passages, batch.ids, value.computed)
+        bank.push(queries, passages, batch.ids, value.bank_logits)
         values.append(value.detach())
     return values
 

@@ -46,7 +46,7 @@ def cont_cache(
     ids = step_ids(micro_batches)
     value, gradients = cache_gradients(queries, passages, ids, loss, bank)
     # before the second pass, which needs the memory of these logits
-    bank.push(queries, passages, ids, value.computed)
+    bank.push(queries, passages, ids, value.bank_logits)
     return [replay(engine, micro_batches, passes, kept, gradients, value)]
 
 
@@ -65,7 +65,8 @@ def represent(
     first_kept = len(passes) - keep if engine.replay_share == 1 else len(passes)
     without_graph, with_graph = passes[:first_kept], passes[first_kept:]
     if engine.no_grad_group_size > 1 and without_graph:
-        # larger passes, which repeat no dropout noise
+        # Larger passes. The group size is above 1 only if there is no dropout in them, so no noise
+        # must be that of the second pass.
         texts = torch.cat([each.rows for each in without_graph])
         without_graph = engine.passes(micro_batches, texts, engine.no_grad_group_size)
     with torch.no_grad():
@@ -86,7 +87,7 @@ def cache_gradients(
     queries, passages = queries.requires_grad_(), passages.requires_grad_()
     value = loss(queries, passages, ids, bank)
     for_queries, for_passages = torch.autograd.grad(value.value, (queries, passages))
-    return replace(value.detach(), computed=value.computed), (for_queries, for_passages)
+    return replace(value.detach(), bank_logits=value.bank_logits), (for_queries, for_passages)
 
 
 def replay(
@@ -100,7 +101,7 @@ def replay(
     """Make the second pass: encode with a graph, and backpropagate the cached gradients.
 
     These are the steps 3 and 4 of the paper. Without partial replay, the dropout noise is that of
-    the first pass. kept: the result of ``represent``. Returns ``value`` without ``computed``.
+    the first pass. kept: the result of ``represent``. Returns ``value`` without ``bank_logits``.
     Partial replay adds its share and its variance to the statistics.
     """
     statistics: dict[str, float | Tensor] = {}
@@ -110,10 +111,12 @@ def replay(
     of_passes = engine.of_passes(micro_batches, passes, *gradients)
     # The gradient of an inner product with respect to the embeddings is the other factor, here the
     # cached gradient. The last passes come first, to free the graphs of the first pass.
-    again = len(passes) - len(kept)
+    to_encode = len(passes) - len(kept)  # number of passes without a graph
     if kept:
-        pairs = zip(kept, of_passes[again:], strict=True)
+        pairs = zip(kept, of_passes[to_encode:], strict=True)
         engine.backward(torch.stack([(vectors * each).sum() for vectors, each in pairs]).sum())
-    for vectors, each in zip(engine.encoded(passes[:again]), of_passes[:again], strict=True):
+    for vectors, each in zip(
+        engine.encoded(passes[:to_encode]), of_passes[:to_encode], strict=True
+    ):
         engine.backward((vectors * each).sum())
     return replace(value.detach(), statistics={**value.statistics, **statistics})

@@ -3,8 +3,8 @@
 A row is a query, a column is a passage. The loss of a row, with similarities s, temperature t and
 its own positive s+, is
 
-    -log( exp(s+/t) / (exp(s+/t) + sum over negatives of exp(s/t)) )  =  -log sigmoid( s+/t -
-    logsumexp of negatives s/t )
+    -log( exp(s+/t) / (exp(s+/t) + sum over negatives of exp(s/t)) )
+        =  -log sigmoid( s+/t - logsumexp over negatives of s/t )
 
 The right-hand form subtracts no nearly equal numbers, so float32 gradients stay exact when the loss
 is small. The rows and columns are those of the current micro-batch and those of the bank, so the
@@ -50,21 +50,18 @@ class LossValue:
     """
 
     contrast: Tensor
-    """InfoNCE loss that training differentiates: the sum over the rows, divided by the number of
-    rows that count. Scalar with gradient."""
-    counted_share: float = 1.0
-    """Number of rows that count, divided by the number of rows in the sum.
-
-    ``contrast`` times this ratio is the mean over all rows, which the log shows. The ratio is below
-    1 only if ``bank.row_weight`` is ``current``: then bank rows are in the sum, but do not count.
-    """
+    """InfoNCE loss that training differentiates: the sum over the rows, divided by their number, or
+    by the number of current rows if ``bank.row_weight`` is ``current``. Scalar with gradient."""
+    mean_factor: float = 1.0
+    """Factor that turns ``contrast`` into the mean over all rows, which the log shows: the divisor
+    of the sum, divided by the number of its rows."""
     distilled: Tensor | None = None
     """Distillation loss (see ``contaccum.methods.objective.Distillation``). Scalar with gradient;
     None without."""
     statistics: dict[str, float | Tensor] = field(default_factory=dict)
     """Values for log.jsonl, by their names there. Means over the queries of the micro-batch or
     step."""
-    computed: tuple[BankLogits | None, ...] = ()
+    bank_logits: tuple[BankLogits | None, ...] = ()
     """Logits for ``Bank.push``: one element per embedding width, the full width first."""
 
     @property
@@ -74,27 +71,28 @@ class LossValue:
 
     def log(self) -> dict[str, float | Tensor]:
         """Return all values for log.jsonl, by their names there."""
-        values = {"loss": self.contrast * self.counted_share, "differentiated_loss": self.value}
+        values = {"loss": self.contrast * self.mean_factor, "differentiated_loss": self.value}
         if self.distilled is not None:
             values["loss"] = values["loss"] + self.distilled
             values["distillation"] = self.distilled
         return {**values, **self.statistics}
 
     def detach(self) -> "LossValue":
-        """Return a copy for the log, without graph and without ``computed``."""
+        """Return a copy for the log, without graph and without ``bank_logits``."""
         distilled = None if self.distilled is None else self.distilled.detach()
-        return replace(self, contrast=self.contrast.detach(), distilled=distilled, computed=())
+        return replace(self, contrast=self.contrast.detach(), distilled=distilled, bank_logits=())
 
-    def weighted(self, rows: float, pairs: float) -> "LossValue":
+    def weighted(self, row_factor: float, pair_factor: float) -> "LossValue":
         """Return a copy with the weight of a micro-batch in the mean over those of a step.
 
-        rows: factor of the InfoNCE loss, a mean over rows. pairs: factor of the means over queries.
+        row_factor: of the InfoNCE loss, which is a mean over rows. pair_factor: of the means over
+        queries.
         """
         return replace(
             self,
-            contrast=self.contrast * rows,
-            distilled=None if self.distilled is None else self.distilled * pairs,
-            statistics={name: value * pairs for name, value in self.statistics.items()},
+            contrast=self.contrast * row_factor,
+            distilled=None if self.distilled is None else self.distilled * pair_factor,
+            statistics={name: value * pair_factor for name, value in self.statistics.items()},
         )
 
 
@@ -104,7 +102,8 @@ def row_weights(micro_batches: Sequence[MicroBatch], bank: Bank | None = None) -
     The loss of a micro-batch is a mean over its rows, so its weight is proportional to its number
     of rows. This number is the number of pairs plus the value of ``bank.weighted_rows`` at the
     beginning of the step. With these weights, all rows of the step count equally, unless the bank
-    grows during the step. If all micro-batches have the same size, all weights are 1.
+    grows during the step. The weights have the mean 1: the caller divides by the number of
+    micro-batches.
     """
     rows = [len(batch.ids.columns) + (bank.weighted_rows if bank else 0) for batch in micro_batches]
     return [len(rows) * count / sum(rows) for count in rows]
@@ -138,35 +137,37 @@ class InfoNCE:
             # Eq. 5 and 6: the queries and passages of the micro-batch, and those of the bank, which
             # have no gradient.
             current = self._pairs(queries, passages, ids, bank)
-            stored = bank.pairs(slice(0, bank.fill)) if bank is not None and bank.fill else None
+            bank_pairs = bank.pairs(slice(0, bank.fill)) if bank is not None and bank.fill else None
 
             # Eq. 7, current rows. Their negatives are current columns and bank columns.
-            blocks = [self.similarity.logsumexp(current, current)]  # (b, b (1 + H)) -> (b,)
-            if stored is not None:
-                blocks.append(self.similarity.logsumexp(current, stored))  # (b, M (1 + H)) -> (b,)
+            # (b, b (1 + H)) -> (b,)
+            blocks = [self.similarity.logsumexp(current, current)]
+            if bank_pairs is not None:
+                # (b, M (1 + H)) -> (b,)
+                blocks.append(self.similarity.logsumexp(current, bank_pairs))
             negatives = torch.stack([block.values for block in blocks]).logsumexp(0)  # (b,)
             log_likelihood = F.logsigmoid(current.positive_logits - negatives).sum()
-            rows_in_sum = rows_that_count = b
+            rows_in_sum = rows_in_divisor = b
 
             # Eq. 7, bank rows. Their negatives are current columns and, from the cache, bank
             # columns.
-            computed = None
-            if bank is not None and stored is not None and stored.queries is not None:
+            bank_logits = None
+            if bank is not None and bank_pairs is not None and bank_pairs.queries is not None:
                 # (M, b (1 + H)) -> (M,)
-                over_current = self.similarity.logsumexp(stored, current)
+                over_current = self.similarity.logsumexp(bank_pairs, current)
                 negatives = torch.stack([over_current.values, bank.logsumexp()]).logsumexp(0)
                 log_likelihood = (
-                    log_likelihood + F.logsigmoid(stored.positive_logits - negatives).sum()
+                    log_likelihood + F.logsigmoid(bank_pairs.positive_logits - negatives).sum()
                 )
                 rows_in_sum += bank.fill
-                rows_that_count += bank.weighted_rows
+                rows_in_divisor += bank.weighted_rows
                 with_current, with_stored = blocks[0].logits, blocks[1].logits
                 if (
                     with_current is not None
                     and with_stored is not None
                     and over_current.logits is not None
                 ):
-                    computed = BankLogits(
+                    bank_logits = BankLogits(
                         pointer=bank.pointer,
                         positive=current.positive_logits.detach(),
                         over_current=over_current.logits,
@@ -176,18 +177,22 @@ class InfoNCE:
 
             # The mean over the rows. Its backward pass computes eq. 8 through the two blocks of the
             # current rows, and eq. 9 through the two blocks of the current columns.
-            contrast = -log_likelihood / rows_that_count
+            contrast = -log_likelihood / rows_in_divisor
 
-        # Only the current rows are counted. The own positive of each query is no masked passage.
+        # Statistics are of the current rows only. ``positives`` contains each query's own positive,
+        # which is not reported as masked, hence - 1.
         statistics: dict[str, float | Tensor] = {
             "negatives": sum(block.negatives for block in blocks) / b,
             "masked": sum(block.positives for block in blocks) / b - 1,
-            "weight_per_row": 1 / rows_that_count,
+            "weight_per_row": 1 / rows_in_divisor,
         }
         if self.similarity.rules.margin is not None:
             statistics["filtered"] = sum(block.filtered for block in blocks) / b
         return LossValue(
-            contrast, rows_that_count / rows_in_sum, statistics=statistics, computed=(computed,)
+            contrast,
+            rows_in_divisor / rows_in_sum,
+            statistics=statistics,
+            bank_logits=(bank_logits,),
         )
 
     def _pairs(self, queries: Tensor, passages: Tensor, ids: RowIds, bank: Bank | None) -> Pairs:

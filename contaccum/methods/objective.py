@@ -16,9 +16,9 @@ from contaccum.methods.similarity import Similarity, full_precision
 
 @dataclass(frozen=True)
 class Matryoshka:
-    """Settings of the additional losses on truncated embeddings (Kusupati et al.
+    """Settings of the additional losses on truncated embeddings.
 
-    2022, arXiv 2205.13147, eq. 1).
+    Source: Kusupati et al. 2022 (arXiv 2205.13147), eq. 1.
     """
 
     widths: tuple[int, ...] = ()
@@ -151,7 +151,7 @@ class Objective:
                 value,
                 contrast=value.contrast + weight * truncated.contrast,
                 distilled=distilled,
-                computed=value.computed + truncated.computed,
+                bank_logits=value.bank_logits + truncated.bank_logits,
             )
         return value
 
@@ -228,13 +228,13 @@ class MatryoshkaBank(Bank):
         queries: Tensor,
         passages: Tensor,
         ids: RowIds,
-        computed: tuple[BankLogits | None, ...] = (),
+        bank_logits: tuple[BankLogits | None, ...] = (),
     ) -> None:
-        super().push(queries, passages, ids, computed)
+        super().push(queries, passages, ids, bank_logits)
         for index, bank in enumerate(self.truncated, 1):
             truncated_queries = self.matryoshka.truncate(queries.detach(), bank.dim)
             truncated_passages = self.matryoshka.truncate(passages.detach(), bank.dim)
-            bank.push(truncated_queries, truncated_passages, ids, computed[index : index + 1])
+            bank.push(truncated_queries, truncated_passages, ids, bank_logits[index : index + 1])
 
     def end_step(self) -> None:
         super().end_step()

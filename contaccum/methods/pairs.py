@@ -130,7 +130,8 @@ def positive_columns(rows: Pairs, columns: Pairs) -> set[tuple[int, int]]:
     per_pair = columns.passages.shape[1]
     own = {(row, pair * per_pair) for row, pair in same_pairs(rows, columns)}
     if rows.rows_by_id is not None and len(rows) > len(columns):
-        # Look up the side with fewer ids: here the passages, in the index of the queries.
+        # Both indexes find the same combinations, and looking up the side with fewer ids is faster.
+        # Here these are the passages, so the first number that ``find`` returns is the column.
         found = rows.rows_by_id.find(columns.ids.columns.reshape(-1, 1), rows.numbers)
         return own | {(row, column) for column, row in found}
     entries = range(columns.numbers.start * per_pair, columns.numbers.stop * per_pair)

@@ -3,10 +3,11 @@
 A text with a large gradient is more likely to be in the sample. Text i has the cached gradient g_i
 and is kept with probability pi_i = min(1, c |g_i|). The number c is chosen so that the sum of all
 pi_i is share * n, where share is ``replay.share`` and n is the number of texts. The gradient of a
-kept text is multiplied by 1 / pi_i, so that the expected gradient is the gradient of GradCache.
-This is exact only without dropout, because the second pass has other noise than the first. The
-sampling adds a variance: the sum of |g_i|^2 (1 / pi_i - 1). These probabilities have the smallest
-added variance. ``missing_gradient`` lowers it further, for a small bias. Sources: Horvitz and
+kept text is multiplied by 1 / pi_i. With these weights alone, the expected gradient is the gradient
+of GradCache, and the sampling adds a variance: the sum of |g_i|^2 (1 / pi_i - 1). These
+probabilities have the smallest added variance. ``missing_gradient`` lowers it further, for a small
+bias. All this holds without dropout. With dropout, the first pass has none and the second has, so
+the cached gradients belong to other embeddings than those of the second pass. Sources: Horvitz and
 Thompson 1952 (weights 1 / pi); Madow 1949 (systematic sampling).
 """
 
@@ -37,6 +38,7 @@ def sample(
     for side, of_side in enumerate(gradients):
         flat = of_side.flatten(0, -2)  # (texts, d)
         weights, added, total = sample_texts(flat, engine.replay_share, engine.uniform(side))
+        # rows of texts that are not kept are never read
         balanced = flat * weights.to(flat).unsqueeze(1) + missing_gradient(flat, weights)
         weighted.append(balanced.view_as(of_side))
         of_texts.append(weights.view(of_side.shape[:-1]))

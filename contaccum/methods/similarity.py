@@ -37,7 +37,7 @@ def chunks(count: int, height: int) -> Iterator[slice]:
         yield slice(start, min(start + height, count))
 
 
-def masked(dtype: torch.dtype) -> float:
+def masked_logit(dtype: torch.dtype) -> float:
     """Return the logit of a query and a passage that is no negative: the lowest finite number.
 
     Its exponential is 0, as that of minus infinity. But if a query had only logits of minus
@@ -51,7 +51,7 @@ class Logits(NamedTuple):
 
     values: Tensor
     """Logits, (r, c). Where the passage is no negative of the query, the logit is
-    ``masked(dtype)``."""
+    ``masked_logit(dtype)``."""
     positives: int
     """Number of (query, passage) that are positives: the query's own, and its other known
     positives."""
@@ -101,9 +101,9 @@ class Similarity:
     def logits(self, rows: Pairs, columns: Pairs) -> Logits:
         """Return the logits of the queries of ``rows`` and the passages of ``columns``.
 
-        A logit is similarity / temperature - age penalty. It is ``masked(dtype)`` where the passage
-        is no negative of the query: it is the query's own positive or another known positive, or a
-        rule removes it.
+        A logit is similarity / temperature - age penalty. It is ``masked_logit(dtype)`` where the
+        passage is no negative of the query: it is the query's own positive or another known
+        positive, or a rule removes it.
         """
         assert rows.queries is not None
         queries, passages = rows.queries, columns.passages.flatten(0, 1)  # (r, d), (c, d)
@@ -118,11 +118,12 @@ class Similarity:
         # subtracting a constant does not change a gradient, and the gradient of a log-sum-exp is
         # zero for masked logits.
         with torch.no_grad():
-            logits = product.T if passages_first else product  # (r, c)
-            mask = masked(logits.dtype)
+            # (r, c); a view, so the writes below change ``product``
+            logits = product.T if passages_first else product
+            lowest = masked_logit(logits.dtype)
             positives = positive_columns(rows, columns)
             if positives:
-                logits.index_put_(as_index(positives, logits.device), logits.new_full((), mask))
+                logits.index_put_(as_index(positives, logits.device), logits.new_full((), lowest))
             negatives: Tensor | int = logits.numel() - len(positives)
             filtered: Tensor | int = 0
             if self.rules:
@@ -131,10 +132,10 @@ class Similarity:
                 )
                 if self.rules.margin is not None:
                     similar = self.rules.removed_by_score(logits, rows, columns, scale)
-                    filtered = (similar & ~removed & (logits > mask)).sum()
+                    filtered = (similar & ~removed & (logits > lowest)).sum()
                     removed = removed | similar
-                logits.masked_fill_(removed, mask)
-                negatives = (logits > mask).sum()
+                logits.masked_fill_(removed, lowest)
+                negatives = (logits > lowest).sum()
             steps = steps_between(rows, columns) if rows.age_decay else None
             if steps is not None:
                 by_pair = logits.unflatten(1, columns.passages.shape[:2])  # (r, pairs, 1 + H)

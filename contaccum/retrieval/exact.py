@@ -89,7 +89,8 @@ class ExactIndex:
         for block in self._blocks():  # (block rows, d)
             if self.backend == "auto" and len(queries) * count_rows(self.shards) >= TIMED_FROM:
                 self.backend = _faster_backend(vectors, block, k)
-            block_scores, block_rows = _top(self.backend, vectors, block, k)
+            # a search that is too small to time uses torch
+            block_scores, block_rows = _best_by_row(self.backend, vectors, block, k)
             scores = torch.cat([scores, block_scores], dim=1)
             rows = torch.cat([rows, block_rows + start], dim=1)
             # a stable sort keeps the passages of earlier blocks if scores are equal at the cutoff
@@ -174,11 +175,12 @@ def _best_rows(
     return torch.cat([part.values for part in top]), torch.cat([part.indices for part in top])
 
 
-def _top(
+def _best_by_row(
     backend: str, queries: torch.Tensor, block: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the best k scores and rows of a block for each query; equal scores by row number.
+    """Return the best k scores and rows of a block for each query, in the order of the rows.
 
+    So the caller's stable sort puts equal scores in this order.
     One more passage than k shows whether a score at the cutoff is a tie, which the libraries break
     in any order.
     """

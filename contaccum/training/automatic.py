@@ -28,7 +28,7 @@ PROBE_TOKENS = 8192  # number of tokens of the pass that measures the memory
 USED = 0.85  # share of the free memory that passes may use
 
 
-def recorded(config: TrainConfig) -> TrainConfig:
+def with_recorded_choices(config: TrainConfig) -> TrainConfig:
     """Return ``config`` with the values that the run to resume chose when it started."""
     folder = Path(config.output_dir)
     if not (config.resume and (folder / CONFIG_FILE).is_file()):

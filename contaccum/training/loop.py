@@ -63,7 +63,7 @@ def train(
     """
     if pairs is not None:
         config = replace(config, data=replace(config.data, train=str(pairs_file(pairs))))
-    config = automatic.choose_precision(automatic.recorded(config))
+    config = automatic.choose_precision(automatic.with_recorded_choices(config))
     run = config.run
     validate(config, process_place()[1])
     refuse_ignored_launch(run.precision)
@@ -180,9 +180,10 @@ class Training:
         self.worse = 0  # evaluations since the best one
         self.saved = time.monotonic()  # time of the last checkpoint
         self.saved_step = 0  # step of the last checkpoint
-        # forward passes of a token in the current step: those of the whole step, and those so far
-        self.step_cost = 0.0
-        self.cost = 0
+        # work of the current step for the progress lines, in forward passes of a token: expected,
+        # and done so far
+        self.step_work = 0.0
+        self.work_done = 0
         engine.before_pass = self.before_pass
         if checkpoint:
             self.resume(checkpoint, optimizer)
@@ -373,8 +374,9 @@ class Training:
         # forward and backward passes
         pairs = [len(batch.query_ids) for batch in micro_batches]
         tokens = sum(batch.tokens for batch in micro_batches)
-        self.step_cost = tokens * config.spec.cost(sum(pairs), pairs[-1], config.replay_share)
-        self.cost = 0
+        # the last micro-batch of a two-pass method keeps its graph
+        self.step_work = tokens * config.spec.cost(sum(pairs), pairs[-1], config.replay_share)
+        self.work_done = 0
         self.encoder.train()
         engine.begin_step(self.done)
         losses: list[LossValue] = []
@@ -474,8 +476,8 @@ class Training:
         """
         if self.signals.received and self.engine.world == 1:
             raise self.interrupted(self.signals.received)
-        self.log.inside_step(self.done + self.cost / self.step_cost)
-        self.cost += tokens * (3 if graph else 1)
+        self.log.inside_step(self.done + self.work_done / self.step_work)
+        self.work_done += tokens * (3 if graph else 1)
 
     def interrupted(self, number: int) -> Interrupted:
         return Interrupted(number, f"stopped after step {self.done}; continue with --resume")

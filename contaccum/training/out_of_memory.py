@@ -61,7 +61,9 @@ class MicroBatchSize:
     sizes: list[int]  # the configured size, then smaller ones in descending order
     unit: str
     level: int = 0
-    since: int = 0  # number of optimizer steps before the first one with this size
+    # number of optimizer steps before the first one with this size; the drift of pairs that were
+    # encoded before is not measured
+    since: int = 0
 
     def __str__(self) -> str:
         return f"micro-batches of {self.now} {self.unit}"
@@ -85,7 +87,10 @@ class MicroBatchSize:
         return {"configured": self.sizes[0], "size": self.now, "since": self.since}
 
     def load_state(self, state: dict[str, int], step: int) -> None:
-        """Restore the state of a checkpoint, unless the config has another size now.
+        """Restore the state of a checkpoint.
+
+        If the config has another size now, the run starts with that size, even if memory ran out
+        with a smaller one.
 
         step: number of optimizer steps before the checkpoint.
         """

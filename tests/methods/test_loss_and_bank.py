@@ -102,7 +102,7 @@ def differences(
         largest = max(largest, abs((found.value - plain).item()))
         for one, other in zip(ours, theirs, strict=True):
             largest = max(largest, (one - other).abs().max().item())
-        bank.push(queries, passages_of_batch, batch.ids, handed_over(found.computed))
+        bank.push(queries, passages_of_batch, batch.ids, handed_over(found.bank_logits))
         kept = 1 + bank_hard
         slow.push(
             queries,
@@ -164,7 +164,7 @@ def test_logits_computed_before_another_push_are_refused():
     bank = make_bank(20, DIM, loss, push=4)
     first, second, third = micro_batches(3, 4)
     bank.push(*embeddings(first.ids, 0), first.ids)
-    computed = loss(*embeddings(second.ids, 1), second.ids, bank).computed
+    computed = loss(*embeddings(second.ids, 1), second.ids, bank).bank_logits
     bank.push(*embeddings(third.ids, 2), third.ids)
     with pytest.raises(AssertionError, match="before another push"):
         bank.push(*embeddings(second.ids, 1), second.ids, computed)
@@ -289,7 +289,7 @@ def test_memory_beyond_the_bank_is_at_most_15_percent(dim, monkeypatch):
         def take():
             value = loss(queries, passages, RowIds(ids, ids), bank)
             torch.autograd.grad(value.value, (queries, passages))
-            bank.push(queries, passages, RowIds(ids, ids), value.computed)
+            bank.push(queries, passages, RowIds(ids, ids), value.bank_logits)
 
         return most_held(take)
 

@@ -109,7 +109,7 @@ def through_a_bank(
                 *((one - other).abs().max().item() for one, other in zip(*found, strict=True)),
             ]
         )
-        bank.push(queries, passages, batch.ids, value.computed)
+        bank.push(queries, passages, batch.ids, value.bank_logits)
         for width in widths:
             slow[width].push(
                 *(slow_cut(each, wrong(width), unit) for each in (queries, passages)), batch.ids
