@@ -56,7 +56,7 @@ def study_folder(tmp_path_factory):
         *command(folder, folder / "study"), "--seeds", "1", "--vary", "bank.size=16,24",
         "--parallel", "2",
     ]  # fmt: skip
-    environment = {**os.environ, "CONTACCUM_CACHE": str(folder / "cache")}
+    environment = {**os.environ, "COLUMNS": "120", "CONTACCUM_CACHE": str(folder / "cache")}
     done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (folder / "stdout").write_text(done.stdout)
