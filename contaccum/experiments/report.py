@@ -77,8 +77,8 @@ def console_table(
     heads = ["run", "settings", metric, "train s", "peak MiB", "negatives", "grad ratio"]
     if found:
         heads = [
-            "run", metric, f"minus {found[0].reference.label}", "95 % interval", "better / worse",
-            "p", "train s", "peak MiB",
+            "run", metric, f"minus {found[0].reference.label}", "95 % interval", "p", "train s",
+            "peak MiB",
         ]  # fmt: skip
     return results_table(groups, metric, found).only(heads).markdown(width)
 
