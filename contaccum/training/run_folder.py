@@ -282,8 +282,8 @@ def next_steps(config: TrainConfig, model: Path) -> list[str]:
     lines = []
     if not config.model.tie_towers:
         lines.append(
-            "two towers: in sentence-transformers, encode_query gives query vectors, and encode "
-            "gives passage vectors"
+            "two encoders, for queries and passages: in sentence-transformers, use encode_query "
+            "and encode_document (encode takes a text for a passage)"
         )
     scores = Path(config.output_dir) / DEV_METRICS_FILE
     if config.data.dev is not None and scores.is_file():
