@@ -110,7 +110,11 @@ def test_an_empty_lock_is_taken_over_after_a_wait(tmp_path, monkeypatch, capsys)
 def test_the_file_of_a_killed_takeover_is_no_foreign_file(tmp_path):
     """filelock writes it while it takes over a lock; a second kill at that moment leaves it."""
     (tmp_path / f"{LOCK_FILE}.break.123.0123456789abcdef").write_text("")
-    with claimed_folder(TrainConfig(output_dir=str(tmp_path))):
+    config = TrainConfig(output_dir=str(tmp_path))
+    with claimed_folder(config):
+        assert (tmp_path / LOCK_FILE).is_file()
+    (tmp_path / "notes.txt").write_text("mine")  # negative control
+    with pytest.raises(InputError, match="not empty"), claimed_folder(config):
         pass
 
 
