@@ -230,8 +230,7 @@ def _check(data: CheckConfig, policy: DataPolicy) -> str:
 def _convert(data: ConvertConfig, policy: DataPolicy) -> str:
     from contaccum.data.commands import convert
 
-    convert(**asdict(data), policy=policy)
-    return data.target
+    return convert(**asdict(data), policy=policy)
 
 
 def _fetch(data: FetchConfig) -> object:

@@ -59,6 +59,7 @@ from contaccum.formats.training import FORMATS, Form, example_line, framed
 from contaccum.runtime.files import sweep, whole_folder
 
 Stats = dict[str, Any]
+IN_TRAIN = "queries answered by a passage that is also a positive in train"
 
 
 def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAULT_POLICY) -> Stats:
@@ -97,8 +98,9 @@ def _statistics(data: RetrievalDataset, split: str | None) -> Stats:
     if data.kind != "beir":
         examples = data.examples()
         return {
-            **_texts("query", "examples", examples.queries["text"][:]),
-            **_passages(examples.passages),
+            "rows": len(examples.queries) + examples.merged,
+            **_texts("query", "different queries", examples.queries["text"][:]),
+            **_passages(examples.passages, merged=True),
             **_examples(examples),
         }
     splits = [split] if split else splits_of(data.path)
@@ -108,12 +110,20 @@ def _statistics(data: RetrievalDataset, split: str | None) -> Stats:
         )
     judged = {name: judged_split(data.path, name, data.policy) for name in splits}
     named = Counter(query for judgements in judged.values() for query in judgements.qrels)
+    stats = {name: _split(judgements, data.policy.strict) for name, judgements in judged.items()}
+    if train := judged.get("train"):
+        trained = set().union(*_positive_texts(train).values())
+        for name, judgements in judged.items():
+            if name != "train":
+                stats[name][IN_TRAIN] = sum(
+                    not trained.isdisjoint(texts) for texts in _positive_texts(judgements).values()
+                )
     return {
         **_passages(data.corpus),
         **_texts("query", "queries", data.queries.values()),
         "queries without a judgement": len(data.queries.keys() - named.keys()),
         "queries in several splits": sum(count > 1 for count in named.values()),
-        "splits": {name: _split(judged[name], data.policy.strict) for name in splits},
+        "splits": stats,
     }
 
 
@@ -127,11 +137,22 @@ def _split(judged: JudgedSplit, strict: bool) -> Stats:
     }
 
 
+def _positive_texts(judged: JudgedSplit) -> dict[str, set[int]]:
+    """Return the hashes of the texts of each query's positives."""
+    return {
+        query: {
+            int(judged.passage_hashes[judged.rows[passage]])
+            for passage, grade in grades.items()
+            if grade > 0 and passage in judged.rows
+        }
+        for query, grades in judged.qrels.items()
+    }
+
+
 def _examples(examples: ExampleTable) -> Stats:
     positives = examples.positives.lengths
     first = examples.positives.offsets[:-1][positives > 0]
     counts = {
-        "records with the query of another": examples.merged,
         "queries without a positive": int(np.count_nonzero(positives == 0)),
         "negatives with the text of a positive": examples.copies,
         "examples with a teacher's scores": int(
@@ -146,7 +167,8 @@ def _examples(examples: ExampleTable) -> Stats:
     }
 
 
-def _passages(corpus: Dataset) -> Stats:
+def _passages(corpus: Dataset, merged: bool = False) -> Stats:
+    """Return statistics of passages. merged: whether equal ones were stored as one."""
     words: list[int] = []
     untitled = 0
     contents: set[int] = set()
@@ -155,10 +177,10 @@ def _passages(corpus: Dataset) -> Stats:
         untitled += batch["title"].count("")
         contents.update(text_hash(passage.content) for passage in Passage.of_columns(batch))
     return {
-        "passages": len(corpus),
+        "different passages" if merged else "passages": len(corpus),
         "words per passage": _spread(words),
         "passages without a title": untitled,
-        "passages that repeat another's text": len(corpus) - len(contents),
+        **({} if merged else {"passages that repeat another's text": len(corpus) - len(contents)}),
     }
 
 
@@ -224,8 +246,8 @@ def convert(
     splits: str | None = None,
     seed: int = 0,
     policy: DataPolicy = DEFAULT_POLICY,
-) -> None:
-    """Convert ``source`` to the format ``to``.
+) -> str:
+    """Convert ``source`` to the format ``to``, and return a text with what was written.
 
     ``source`` is a BEIR folder or a file of training examples.
 
@@ -256,23 +278,35 @@ def convert(
         )
         found.positives.scores.fill(np.nan)
     examples = tqdm(found, desc="converting", unit=" examples", disable=None)
-    if to == "beir":
-        answerable = np.flatnonzero(found.positives.lengths)
-        kept = found.queries.select(answerable)
-        grades: Mapping[str, Iterable[tuple[str, str, int]]]
-        if shares is None:
-            grades = {split: grades_of(examples)}
-        else:
-            split_of = splits_of_queries(found.query_hashes[answerable], shares, seed, str(source))
-            divided: dict[str, list[tuple[str, str, int]]] = {name: [] for name in shares}
-            for name, example in zip(split_of, examples, strict=True):
-                divided[name] += grades_of([example])
-            grades = divided
-        with whole_folder(target) as folder:
-            write_beir_folder(folder, beir_records(found.passages), beir_records(kept), grades)
-    else:
+    answerable = np.flatnonzero(found.positives.lengths)
+    positives = found.positives.lengths[answerable]
+    negatives = found.negatives.lengths[answerable]
+    if to != "beir":
         with whole_records(target) as file:
             file.writelines(framed((example_line(example, to) for example in examples), to))
+        return (
+            f"{target}: {len(answerable)} queries with {positives.sum()} positives and "
+            f"{negatives.sum()} hard negatives"
+        )
+    grades: Mapping[str, Iterable[tuple[str, str, int]]]
+    if shares is None:
+        split_of = [split] * len(answerable)
+        grades = {split: grades_of(examples)}
+    else:
+        split_of = splits_of_queries(found.query_hashes[answerable], shares, seed, str(source))
+        divided: dict[str, list[tuple[str, str, int]]] = {name: [] for name in shares}
+        for name, example in zip(split_of, examples, strict=True):
+            divided[name] += grades_of([example])
+        grades = divided
+    with whole_folder(target) as folder:
+        queries = beir_records(found.queries.select(answerable))
+        write_beir_folder(folder, beir_records(found.passages), queries, grades)
+    lines = [f"{target}: {len(found.passages)} passages"]
+    for name in grades:
+        chosen = np.array(split_of) == name
+        judgements = (positives + negatives)[chosen].sum()
+        lines.append(f"{name}: {chosen.sum()} queries, {judgements} judgements")
+    return "\n".join(lines)
 
 
 def _shares(splits: str, to: Form) -> dict[str, float]:

@@ -31,7 +31,7 @@ def name(tmp_path, monkeypatch):
 def test_every_door_opens_a_set_by_name(name, tmp_path):
     assert open_train_set(name, hard_negatives=1).passages["text"][:] == ["x", "y"]
     assert open_retrieval_set(name, "test").queries == {"unnamed-query-1": "b"}
-    assert check(name)["examples"] == 1
+    assert check(name)["rows"] == 1
     assert check(name)["path"] == name
     convert(name, tmp_path / "out", "dpr", split="test")
     assert open_train_set(tmp_path / "out").queries["text"][:] == ["b"]

@@ -7,7 +7,7 @@ import pytest
 from tiny_data import beir, context, dpr, lines, write, write_gzip
 
 from contaccum import evaluate
-from contaccum.data.commands import check, render
+from contaccum.data.commands import IN_TRAIN, check, render
 from contaccum.errors import InputError
 
 
@@ -46,6 +46,23 @@ def test_check_counts_queries_in_several_splits(tmp_path):
     assert check(tmp_path)["queries in several splits"] == 1
 
 
+def test_check_counts_test_queries_with_an_answer_of_training(tmp_path):
+    """Passages with the same text are the same; p9 is not in the corpus."""
+    folder = beir(tmp_path, "q0\tp0\t1\nq0\tp1\t1\nq1\tp2\t0\nq1\tp3\t1\n", queries=6)
+    texts = ["a", "b", "c", "d", "b", "e"]
+    write(
+        folder / "corpus.jsonl", lines(*({"_id": f"p{n}", "text": t} for n, t in enumerate(texts)))
+    )
+    # q2 and q3 have an answer of q0, one of them by its text; p2 is no positive in train
+    qrels = "q2\tp0\t1\nq2\tp5\t1\nq3\tp4\t1\nq4\tp2\t1\nq5\tp9\t1\nq5\tp5\t1\nq5\tp0\t0\n"
+    beir_qrels = "query-id\tcorpus-id\tscore\n" + qrels
+    write(folder / "qrels" / "test.tsv", beir_qrels)
+    with pytest.warns(UserWarning, match="'p9'"):
+        splits = check(folder)["splits"]
+    assert splits["test"][IN_TRAIN] == 2
+    assert IN_TRAIN not in splits["train"]
+
+
 def test_queries_with_the_id_of_a_positive_are_counted(tmp_path):
     """Two tables of a database often number their rows from 1.
 
@@ -73,9 +90,10 @@ def test_check_reports_statistics_of_examples(tmp_path):
         ),
     ]
     found = check(write(tmp_path / "t.json", json.dumps(records)))
-    assert (found["kind"], found["examples"], found["passages"]) == ("dpr", 2, 5)
+    assert (found["kind"], found["rows"]) == ("dpr", 2)
+    # "text 1" occurs twice
+    assert (found["different queries"], found["different passages"]) == (2, 5)
     assert found["passages without a title"] == 1
-    assert found["passages that repeat another's text"] == 0  # both are stored as one passage
     assert found["words per query"] == {"min": 1, "median": 1.5, "mean": 1.5, "max": 2}
     assert found["positives per query"]["mean"] == 1.5
     assert found["hard negatives per query"] == {"min": 0, "median": 0.5, "mean": 0.5, "max": 1}
@@ -102,7 +120,7 @@ def test_check_counts_and_validates_teacher_scores(tmp_path):
     path = write(tmp_path / "t.jsonl", lines(*records))
     with pytest.warns(UserWarning, match="1 queries without a positive"):
         found = check(path)
-    assert (found["examples"], found["examples with a teacher's scores"]) == (3, 1)
+    assert (found["rows"], found["examples with a teacher's scores"]) == (3, 1)
     assert "examples with a teacher's scores" in render(found)
     plain = check(write(tmp_path / "plain.jsonl", lines(records[2])))
     assert "examples with a teacher's scores" not in plain
