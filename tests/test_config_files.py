@@ -91,6 +91,8 @@ def test_empty_value_is_answered_with_the_allowed_values(capsys):
         ("learning_rate", "did you mean {0}optim.learning_rate?"),
         ("batch_size", "did you mean {0}batch.global_batch_size or {0}batch.micro_batch_size?"),
         ("bank.sise", "did you mean {0}bank.size?"),
+        ("dev", "did you mean {0}data.dev?"),  # not run.device
+        ("lr", "did you mean {0}optim.learning_rate?"),
     ],
 )  # fmt: skip
 def test_misspelt_name_is_answered_with_the_closest_setting(name, words, written, capsys):
@@ -106,6 +108,14 @@ def test_a_setting_of_training_is_answered_with_the_option_of_another_command(ca
     assert refused(capsys, *call, "--run.device", "cpu").endswith(
         "no such option; did you mean --device?\n"
     )
+
+
+def test_a_group_is_answered_with_its_first_setting_and_the_other_way_round(capsys):
+    for group, first in (("model", "name"), ("data", "train"), ("batch", "global_batch_size")):
+        said = f"{group} is a group of settings, such as --{group}.{first}\n"
+        assert refused(capsys, "train", f"--{group}", "x").endswith(said)
+    call = ["evaluate", "--data", "x", "--model.name", "bm25"]
+    assert refused(capsys, *call).endswith("no such option; did you mean --model?\n")
 
 
 @pytest.mark.parametrize("prefix", ["# ", "&a", "true"])

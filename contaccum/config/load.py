@@ -188,12 +188,24 @@ def hint(name: str, known: Collection[str], prefix: str = "") -> str:
 
     known: names of the settings that exist. prefix: text before each setting, such as ``--``.
     """
+    inner = [each for each in known if each.startswith(f"{name}.")]
+    if inner:
+        return f"; {name} is a group of settings, such as {prefix}{inner[0]}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    if not near:  # without its group, or in another group
-        last_names = {each.rpartition(".")[2] for each in known}
-        like = difflib.get_close_matches(name.rpartition(".")[2], last_names, n=2, cutoff=0.65)
-        near = sorted(each for each in known if each.rpartition(".")[2] in like)
+    if not near:  # without its group, in another group, or as initials such as lr
+        group, _, last = name.rpartition(".")
+        names = {each: each.rpartition(".")[2] for each in known}
+        like = [last] if last in names.values() else []
+        like = like or difflib.get_close_matches(last, set(names.values()), n=2, cutoff=0.65)
+        like = like or [each for each in names.values() if _initials(each) == last]
+        near = sorted(each for each in known if names[each] in like)
+        if not near and group in known:  # such as model.name where model is the setting
+            near = [group]
     return f"; did you mean {' or '.join(prefix + each for each in near)}?" if near else ""
+
+
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in name.split("_"))
 
 
 # Values
