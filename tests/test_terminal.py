@@ -21,6 +21,7 @@ from contaccum.config import to_yaml
 from contaccum.errors import InputError
 from contaccum.experiments.page import Table
 from contaccum.runtime.launch import check_launch, local_place, process_place
+from contaccum.training.log import read_log
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
 CALL = f"{sys.executable} -m contaccum"
@@ -209,9 +210,12 @@ def test_training_shows_progress_and_the_next_command(terminal, tmp_path, capsys
     assert main(["train", "--config", str(config)]) == 0
     out, err = capsys.readouterr()
     assert out == f"{model}\n"
-    score = json.loads((tmp_path / "run" / "dev_metrics.json").read_text())["mean"]["ndcg@10"]
+    best = json.loads((tmp_path / "run" / "dev_metrics.json").read_text())
+    scores = {line["step"]: line["dev"] for line in read_log(tmp_path / "run") if "dev" in line}
+    assert max(scores, key=lambda step: scores[step]["ndcg@10"]) == best["step"]
     ending = [
-        f"best dev ndcg@10: {score:.4f}",
+        f"the model is from step {best['step']}, which had the best dev ndcg@10: "
+        f"{scores[best['step']]['ndcg@10']:.4f}",
         f"next: contaccum evaluate --model {model} --data {data}",
     ]
     assert err.splitlines()[-2:] == ending

@@ -196,10 +196,15 @@ class Training:
             if self.done < self.total or not checkpoint:
                 write_environment(self.folder, engine)
         self.log = RunLog(engine.is_main, config, self.total, self.done)
-        pairs = config.batch.global_batch_size
-        self.log.say(
-            f"training: {self.total - self.done} updates of {pairs} pairs with {config.method}"
-        )
+        pairs, left = config.batch.global_batch_size, self.total - self.done
+        updates = "1 update" if left == 1 else f"{left} updates"
+        self.log.say(f"training: {updates} of {pairs} pairs with {config.method}")
+        if pairs > self.examples:
+            self.log.say(
+                f"batch.global_batch_size is {pairs}, but there are only {self.examples} training "
+                "queries, so an update has some of them several times; a smaller one makes more "
+                "updates"
+            )
         settings = self.encoder.settings
         self.log.say(
             f"{settings.pooling} pooling, {settings.similarity} similarity, "
@@ -549,7 +554,7 @@ class Training:
             if self.engine.is_main:
                 write_json(
                     self.folder / run_folder.DEV_METRICS_FILE,
-                    {"label": self.dev_label, **metrics},
+                    {"step": self.done, "label": self.dev_label, **metrics},
                 )
             self.best = {
                 "step": self.done,

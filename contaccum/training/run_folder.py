@@ -275,7 +275,7 @@ def finish(run: Path, total: int, examples: int) -> None:
 
 
 def next_steps(config: TrainConfig, model: Path) -> list[str]:
-    """Return lines for the end of a run: its best dev metric, and the next command.
+    """Return lines for the end of a run: which model was kept, and the next command.
 
     model: folder of the trained model.
     """
@@ -288,7 +288,11 @@ def next_steps(config: TrainConfig, model: Path) -> list[str]:
     scores = Path(config.output_dir) / DEV_METRICS_FILE
     if config.data.dev is not None and scores.is_file():
         metrics = read_json(scores)
-        lines.append(f"best dev {metrics['label']}: {metrics['mean'][config.run.metric]:.4f}")
+        score = metrics["mean"][config.run.metric]
+        lines.append(
+            f"the model is from step {metrics['step']}, which had the best dev {metrics['label']}: "
+            f"{score:.4f}"
+        )
     # training data that were mined have no test queries, but the folder of the dev queries may
     given = filter(None, (config.data.train, config.data.dev))
     tests = [name for name in given if (Path(name) / "qrels" / "test.tsv").is_file()]

@@ -39,6 +39,17 @@ def test_without_a_terminal_each_20th_of_a_run_has_a_line(data, tmp_path, capsys
     assert re.search(r"dev ndcg@10 \d\.\d{4}  ", progress[-1])
 
 
+def test_a_batch_larger_than_the_data_is_said(data, tmp_path, capsys):
+    queries = len(open_dataset(data, "train").examples())
+    for pairs, larger in ((queries + 1, True), (queries, False)):
+        changes = {"batch.global_batch_size": pairs, "optim.max_steps": 1, "bank.size": pairs}
+        train(train_config(data, tmp_path / str(pairs), "in_batch", **changes))
+        err = capsys.readouterr().err
+        assert f"training: 1 update of {pairs} pairs with in_batch\n" in err
+        found = f"batch.global_batch_size is {pairs}, but there are only {queries} training queries"
+        assert (found in err) == larger
+
+
 def test_shares_of_the_run_decide_when_to_save_and_evaluate(data, tmp_path):
     steps = {"run.eval_steps": 0.25, "run.save_steps": 0.5, "optim.max_steps": 10}
     train(train_config(data, tmp_path / "run", **{"data.dev": str(data), **steps}))
