@@ -205,8 +205,17 @@ def fetch_hub(name: HubName, split: str) -> Path:
         split = name.split or split
         found = name.files(name.configuration)
         if split not in found:
+            hint = ""
+            if name.split is None and found:
+                start, question_mark, columns = name.text.partition("?")
+                colons = ":" if name.configuration else "::"
+                named = f"{start}{colons}{next(iter(found))}{question_mark}{columns}"
+                hint = (
+                    f'. Name the split to use, as in "{named}", or make splits with contaccum data '
+                    "convert --splits"
+                )
             raise InputError(
-                f"{name.text}: split {split!r} not found; available: {', '.join(found)}"
+                f"{name.text}: split {split!r} not found; available: {', '.join(found)}{hint}"
             )
         files = found[split]
 

@@ -2,6 +2,7 @@
 way."""
 
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from datasets import Dataset
 from helpers import open_retrieval_set, open_train_set
 from tiny_data import lines, write, write_gzip
 
-from contaccum import catalog, evaluate
+from contaccum import catalog, evaluate, look
 from contaccum.catalog import fetch
 from contaccum.config import DataConfig
 from contaccum.data.commands import check, convert
@@ -35,6 +36,19 @@ def test_every_door_opens_a_set_by_name(name, tmp_path):
     assert check(name)["path"] == name
     convert(name, tmp_path / "out", "dpr", split="test")
     assert open_train_set(tmp_path / "out").queries["text"][:] == ["b"]
+
+
+def test_a_table_without_the_split_is_answered_with_a_name_that_has_one(tmp_path, name):
+    """A search uses the split test, and a folder of CSV files has only train."""
+    write(tmp_path / "faq" / "faq.csv", "question,answer\nwhat barks?,a dog\nwhat purrs?,a cat\n")
+    faq = f"hub:{tmp_path / 'faq'}?query=question&pos=answer"
+    with pytest.raises(InputError, match=r"'test' not found; available: train\. Name the") as found:
+        look("bm25", faq, "dog")
+    named = re.search('as in "(.*)", or make splits with contaccum data convert', str(found.value))[
+        1
+    ]
+    assert named == faq.replace("?", "::train?")
+    assert [passage.text for passage in look("bm25", named, "dog")] == ["a dog"]
 
 
 def test_a_changed_set_is_written_anew(name, tmp_path):
