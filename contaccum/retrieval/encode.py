@@ -232,9 +232,10 @@ def cached_vectors(
     with waiting_lock(locks / f"{name}.lock") if group.is_main else nullcontext():
         if group.is_main and not (folder / MANIFEST).is_file():
             size = texts.rows * encoder.dim * np.dtype(dtype).itemsize
+            shown = f"{size / 1e6:,.0f} MB" if size >= 1e6 else f"{size / 1e3:,.0f} kB"
             print(
                 f"contaccum: encoding {texts.rows:,} {texts.unit}; other commands will find the "
-                f"vectors in the cache ({size / 1e6:,.0f} MB, limit {CACHE_BYTES / 1e6:,.0f} MB)",
+                f"vectors in the cache ({shown}, limit {CACHE_BYTES / 1e6:,.0f} MB)",
                 file=sys.stderr,
             )
             others = sorted(folder.parent.glob("*"), key=lambda other: other.stat().st_mtime)

@@ -48,7 +48,9 @@ def test_a_corpus_is_encoded_once_by_train_evaluate_search_and_mine(cache, encod
     assert evaluate(str(model), str(data), settings=SearchConfig(cache=False))["mean"] == scores
 
 
-def test_the_oldest_vectors_are_deleted_when_the_cache_is_full(encoded, tmp_path, monkeypatch):
+def test_the_oldest_vectors_are_deleted_when_the_cache_is_full(
+    encoded, tmp_path, monkeypatch, capsys
+):
     model = train(train_config(write_beir(tmp_path / "data"), tmp_path / "run"))
     encoder = DualEncoder.load(model)
 
@@ -60,6 +62,8 @@ def test_the_oldest_vectors_are_deleted_when_the_cache_is_full(encoded, tmp_path
         return encoded["encode_passages"] - before - 8
 
     assert [vectors(word) for word in ("a", "b", "a")] == [8, 8, 0]
+    kilobytes = 8 * encoder.dim * 4 / 1000
+    assert f"in the cache ({kilobytes:.0f} kB, limit 4,000 MB)" in capsys.readouterr().err
     folders = list((cache_folder() / "vectors").iterdir())
     size = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
     monkeypatch.setattr(encode, "CACHE_BYTES", size)
