@@ -22,6 +22,10 @@ from contaccum.experiments.run_records import (
 from contaccum.runtime.files import write_text
 
 SIGNIFICANT = 0.05  # largest p value of a significant difference
+ABOUT_P = (
+    "p: probability of such a difference by chance, corrected for the number of comparisons; "
+    f"significant below {SIGNIFICANT}"
+)
 
 
 def console_report(
@@ -73,14 +77,18 @@ def console_table(
     found: Sequence[Difference],
     width: int | None = None,
 ) -> str:
-    """Return the main columns of the results as text. width: maximum length of a line."""
+    """Return the main columns of the results as text, after a line about p if it is a column.
+
+    width: maximum length of a line.
+    """
     heads = ["run", "settings", metric, "train s", "peak MiB", "negatives", "grad ratio"]
     if found:
         heads = [
             "run", metric, f"minus {found[0].reference.label}", "95 % interval", "p", "train s",
             "peak MiB",
         ]  # fmt: skip
-    return results_table(groups, metric, found).only(heads).markdown(width)
+    table = results_table(groups, metric, found).only(heads).markdown(width)
+    return f"{ABOUT_P}\n{table}" if found else table
 
 
 def write_page(

@@ -99,7 +99,10 @@ def test_console_shows_the_best_run_first(tmp_path):
     assert heads == ["run", "settings", "ndcg@10", "train s", "peak MiB", "negatives"]
     assert rows[0] == ["b", "grad_cache", "0.4000", "2", "2", "7.0"]
     assert rows[1][0] == "a"
-    heads, _, *rows = cells(console_report(runs, "ndcg@10", runs[0]))
+    about_p, _, table = console_report(runs, "ndcg@10", runs[0]).partition("\n")
+    assert about_p.startswith("p: probability of such a difference by chance")
+    assert len(about_p) <= 120
+    heads, _, *rows = cells(table)
     assert heads == [
         "run", "ndcg@10", "minus a", "95 % interval", "p", "train s", "peak MiB",
     ]  # fmt: skip
