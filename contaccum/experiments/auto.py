@@ -206,7 +206,7 @@ class Auto:
         best = ""
         if self.state.best is not None:
             best = f"; best dev {self.base.run.metric} {self.state.best:.4f}"
-        spent = f"{duration(self.state.elapsed)} of {duration(self.total)}"
+        spent = f"{duration(self.state.elapsed)} of {duration(self.total)} used"
         print(f"[{spent}{best}] {text}", file=sys.stderr, flush=True)
         self.state.save()
 
@@ -312,8 +312,9 @@ class Auto:
         if stage in self.state.seconds and (self.output / stage / METRICS_FILE).is_file():
             return
         whose = "dev" if data is self.dev else "test"
+        which = "BM25" if kind == "bm25" else "the untrained model"
         expected = duration(self.state.expected(stage))
-        self.say(f"evaluating the model {kind} on the {whose} queries, about {expected}")
+        self.say(f"evaluating {which} on the {whose} queries, which takes about {expected}")
         began = time.monotonic()
         run_job(kind, self.config(stage, {}), data)
         self.state.seconds[stage] = time.monotonic() - began
@@ -351,8 +352,8 @@ class Auto:
         plan = f"none, because the time is too short; {described(candidates[0])}"
         if budget:
             plan = (
-                f"{len(candidates)} combinations, {duration(TUNING * self.total)}; longest run "
-                f"{duration(budget)}"
+                f"comparing {len(candidates)} combinations of method, N and learning rate in at "
+                f"most {duration(TUNING * self.total)}, with runs of at most {duration(budget)}"
             )
         self.say(f"tuning: {plan}")
         # the method is not used, because each candidate has its own
@@ -387,7 +388,10 @@ class Auto:
         if not (folder / TUNED_FILE).is_file():
             if state.tuning >= TUNING * self.total:  # runs took longer than planned
                 return None
-            self.say(f"tuning: {described(values)}, {steps} steps, about {duration(seconds)}")
+            self.say(
+                f"tuning: trying {described(values)} for {steps} steps, which take about "
+                f"{duration(seconds)}"
+            )
             began = time.monotonic()
             pace = Pace(began + state.expected("run") + 1.25 * seconds, steps)
             try:
@@ -430,15 +434,21 @@ class Auto:
         evaluations = state.evaluations(self.total)
         evaluating = evaluations * state.expected("dev")
         config = self._run_config("train", values, state.steps, evaluations)
+        steps = min(left, state.steps * state.step_seconds(values))
         self.say(
-            f"training: {described(values)}, {state.steps} steps, about "
-            f"{duration(left + evaluating)}, then {duration(state.after_training())} for the test"
+            f"training: {described(values)}, {state.steps} steps, which take about "
+            f"{duration(steps + evaluating)} with dev evaluations; the test then takes about "
+            f"{duration(state.after_training())}"
         )
 
         def report(training: Training) -> None:
+            changed = ""
+            if training.total != state.steps:
+                machine = "faster" if training.total > state.steps else "slower"
+                changed = f" (not {state.steps}, because this machine is {machine} than expected)"
             state.steps = training.total
             state.best = max(state.best or 0.0, training.best.get("score", 0.0))
-            self.say(f"training: step {training.done} of {training.total}")
+            self.say(f"training: step {training.done} of {training.total}{changed}")
 
         pace = Pace(
             end=time.monotonic() + left + evaluating + state.after_training(),

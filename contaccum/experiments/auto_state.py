@@ -19,6 +19,7 @@ STAGES = ("dev", "untrained", "bm25")  # before tuning, in this order
 TUNING = 0.2  # share of the time limit that tuning may take
 LEAST_TRAINING = 0.15  # share of the time limit that must be left for training steps
 RESERVE = 0.05  # share of the time limit that is left free, because predictions are not exact
+SPARE = 1.25  # time limit that a refusal names / the least limit that is enough
 SLOWER = 1.1  # the last evaluation may take longer than the same evaluation of the untrained model
 DEV_SHARE = 0.1  # share of the time limit for the dev evaluations of the final run
 # shorter tuning runs do not show which settings are better
@@ -124,11 +125,11 @@ class State:
         return self.training_seconds(total) >= needed
 
     def sufficient_time(self) -> float:
-        """Return a time limit in whole minutes that is enough, with 10 % to spare."""
+        """Return a time limit in whole minutes that is enough, also if this machine gets slower."""
         total = 60.0
         while not self.enough(total):
             total = max(total + 60, 1.02 * total)
-        return 60.0 * -(-1.1 * total // 60)
+        return 60.0 * -(-SPARE * total // 60)
 
     def step_seconds(self, values: Values) -> float:
         """Return the expected seconds of a step with the settings ``values``."""

@@ -120,8 +120,11 @@ def test_a_refusal_names_a_time_that_is_enough(planned, slower, spent):
     named = re.search(r"Use (--time \d+m) with the same folder", str(refused.value))[1]
     minutes = named.split()[1]
     raised = planned(minutes)[0]
-    raised.state.predicted, raised.state.spent = made.state.predicted, spent
+    raised.state.spent = spent
+    # also if the machine is slower in the next call
+    raised.state.predicted = {key: 1.2 * value for key, value in made.state.predicted.items()}
     raised._check_time()
+    raised.state.predicted = made.state.predicted
     # not much more than needed: a third of it would be refused
     assert not raised.state.enough(raised.total / 3)
 
@@ -234,6 +237,29 @@ def test_a_slow_dev_evaluation_leaves_more_time_for_the_last_one(monkeypatch, sl
     run.run(pace, lambda _: 1.0, slower)
     assert clock[0] + slower * pace.after <= 102
     assert pace.slower == pytest.approx(slower)
+
+
+def test_a_changed_number_of_steps_is_explained(planned, monkeypatch, capsys):
+    made = planned("15m")[0]
+    made.state.chosen = dict(made._candidates()[0])
+
+    def run_job(kind, config, test, after_step):
+        steps = made.state.steps
+        for total in (steps, steps + 9, steps + 9, steps):
+            after_step.report(SimpleNamespace(done=1, total=total, best={}))
+
+    monkeypatch.setattr(auto, "run_job", run_job)
+    made._train()
+    steps = made.state.steps
+    lines = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines[1:] == [
+        f"training: step 1 of {steps}",
+        f"training: step 1 of {steps + 9} (not {steps}, because this machine is faster than "
+        "expected)",
+        f"training: step 1 of {steps + 9}",
+        f"training: step 1 of {steps} (not {steps + 9}, because this machine is slower than "
+        "expected)",
+    ]
 
 
 def test_tuning_ends_when_its_time_is_over(planned):
