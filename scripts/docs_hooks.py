@@ -71,7 +71,7 @@ def tables(kind: Any, command: Command) -> list[str]:
 
 
 def table(settings: dict[str, Field], texts: dict[str, str]) -> str:
-    rows = ["| option | meaning | default |", "|---|---|---|"]
+    rows = ['<div class="options" markdown>\n', "| option | meaning | default |", "|---|---|---|"]
     for name, declared in settings.items():
         meaning = texts[name]
         if allowed := range_of(declared.type):
@@ -83,7 +83,7 @@ def table(settings: dict[str, Field], texts: dict[str, str]) -> str:
             f"| `{option}` | {meaning.replace('|', chr(92) + '|')} | "
             f"{shown_default(name, declared)} |"
         )
-    return "\n".join(rows)
+    return "\n".join([*rows, "\n</div>"])
 
 
 def shown_default(name: str, declared: Field) -> str:
