@@ -11,7 +11,7 @@ import gc
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from contaccum.batch import ONE_TOKEN, MicroBatch, Pass, Tokens, token_batches
 from contaccum.errors import InputError
 from contaccum.runtime import sharding
+from contaccum.runtime.half_weights import HalfWeights
 from contaccum.runtime.launch import local_place, process_place
 from contaccum.runtime.processes import (
     Processes,
@@ -84,9 +85,8 @@ class Engine(Processes):
         # query ids of each micro-batch, and whether its vectors are finite: one flag or one of each
         # pair
         self._encoded: list[tuple[list[str], Tensor]] = []
-        # kind of the next pass that may use the half-precision weights of the last pass
-        self._casts: Literal["", "no graph", "graph"] = ""
         self._separate = sharding.SeparateBackward()  # only for sharded weights
+        self.half_weights: HalfWeights | None = None  # only for bf16 and fp16 without sharding
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which the encoders compute in the precision of the run."""
@@ -115,6 +115,9 @@ class Engine(Processes):
         ]
         if not self.sharded:
             self.copy_from_main([parameter.data for parameter in encoder.parameters()])
+        # FSDP gathers sharded weights in half precision
+        if self.precision != "fp32" and not self.sharded:
+            self.half_weights = HalfWeights(encoder, torch_dtype(self.precision))
         self.optimizer = optimizer
         self.padded = not encoder.query_tower.unpad
         self.no_grad_group_size = 1
@@ -144,15 +147,15 @@ class Engine(Processes):
     def begin_step(self, step: int) -> None:
         """Begin the next optimizer step. step: number of optimizer steps that are finished."""
         self.step = step
+        if self.half_weights is not None:
+            self.half_weights.drop()
 
     def micro_steps(self, micro_batches: list[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield each micro-batch on the device, after seeding its dropout."""
-        # inside this outer context, autocast keeps the half-precision weights after each pass
-        with torch.autocast(self.device.type, enabled=False):
-            for index, batch in enumerate(micro_batches):
-                # a resumed run repeats the noise, without reading a random state from the device
-                torch.manual_seed(mix(self.seed, self.step, index, self.rank))
-                yield batch.to(self.device)
+        for index, batch in enumerate(micro_batches):
+            # a resumed run repeats the noise, without reading a random state from the device
+            torch.manual_seed(mix(self.seed, self.step, index, self.rank))
+            yield batch.to(self.device)
 
     def encode(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Encode this process's part of a micro-batch, and gather all vectors in order of rank.
@@ -160,8 +163,7 @@ class Engine(Processes):
         Returns the gathered queries (b, d) and passages (b, 1 + H, d). Only the vectors of this
         process have gradients.
         """
-        self._begin_pass(batch.tokens)
-        with self.autocast():
+        with self._pass(batch.tokens), self.autocast():
             queries, passages = self.encoder(batch)
         if self.sharded and torch.is_grad_enabled():
             if self.encoder.one_pass:
@@ -174,19 +176,11 @@ class Engine(Processes):
         self._encoded.append((batch.query_ids, finite.view(1)))
         return queries, passages
 
-    def _begin_pass(self, tokens: int) -> None:
-        """Announce a pass, and drop half-precision weights of the last pass that it cannot use.
-
-        No-grad passes share them. A pass with a graph cannot use those of a no-grad pass, because
-        they have no gradient. It uses those of the last pass only after its backward pass; before,
-        the gradients of both would be summed in half precision.
-        """
-        graph = torch.is_grad_enabled()
+    def _pass(self, tokens: int) -> contextlib.AbstractContextManager[None]:
+        """Announce a pass, and return a context in which the encoder has its weights for it."""
         if self.before_pass is not None:
-            self.before_pass(tokens, graph)
-        if self._casts != ("graph" if graph else "no graph"):
-            torch.clear_autocast_cache()
-        self._casts = "" if graph else "no graph"
+            self.before_pass(tokens, torch.is_grad_enabled())
+        return contextlib.nullcontext() if self.half_weights is None else self.half_weights.used()
 
     def passes(
         self, micro_batches: list[MicroBatch], rows: Tensor | None = None, size: int = 1
@@ -242,11 +236,10 @@ class Engine(Processes):
 
         A pass that is encoded twice in a step has the same dropout noise both times.
         """
-        # inside this outer context, autocast keeps the half-precision weights after each pass
-        with torch.autocast(self.device.type, enabled=False):
-            for each in passes:
-                self._begin_pass(each.texts.count(padded=True))
-                yield self._encode_pass(each, self.step)
+        for each in passes:
+            with self._pass(each.texts.count(padded=True)):
+                vectors = self._encode_pass(each, self.step)
+            yield vectors
 
     def _encode_pass(self, each: Pass, step: int) -> Tensor:
         torch.manual_seed(mix(self.seed, step, each.number, self.rank))
@@ -330,9 +323,12 @@ class Engine(Processes):
 
         ``reduce_gradients`` later sums them over all processes.
         """
-        self.scaler.scale(value).backward()
+        scaled = self.scaler.scale(value)
+        if self.half_weights is None:
+            scaled.backward()
+        else:
+            self.half_weights.backward(scaled)
         self._separate.run()
-        self._casts = "graph"
 
     def encode_again(
         self, micro_batches: list[MicroBatch], number: int, step: int, two_pass: bool
@@ -395,6 +391,8 @@ class Engine(Processes):
         self.optimizer.zero_grad()
         self._encoded = []
         self._separate.passes = []
+        if self.half_weights is not None:
+            self.half_weights.drop()
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over all processes. Each optimizer step does this once."""

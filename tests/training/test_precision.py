@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,13 +17,17 @@ from helpers import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contaccum.config import METHOD_SPECS
+from contaccum.config import METHOD_SPECS, AdapterConfig
+from contaccum.encoder.adapters import add_adapter
+from contaccum.encoder.folders import Base
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
 from contaccum.methods.loss import InfoNCE
 from contaccum.runtime.engine import Engine
+from contaccum.runtime.half_weights import HalfWeights
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
+from contaccum.training.parts import trained_parameters
 
 
 def two_steps(method, start, precision):
@@ -118,51 +123,144 @@ def test_unpadded_run_equals_padded_run_and_resumes_byte_identical(tmp_path):
     assert weights(broken) == weights(tmp_path / "whole")
 
 
-class Casts(TorchDispatchMode):
-    """Counter of casts whose input is one of the tensors."""
+class Operations(TorchDispatchMode):
+    """Counter of operations, except views and allocations, and of casts of some tensors."""
 
     def __init__(self, tensors):
         super().__init__()
-        self.pointers, self.count = {tensor.data_ptr() for tensor in tensors}, 0
+        self.pointers = {tensor.data_ptr() for tensor in tensors}
+        self.count = self.casts = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.count += "_to_copy" in operator.name() and args[0].data_ptr() in self.pointers
+        name = operator.name()
+        self.count += not (operator.is_view or "empty" in name or "detach" in name)
+        self.casts += "_to_copy" in name and args[0].data_ptr() in self.pointers
         return operator(*args, **(kwargs or {}))
 
 
-class SeparateCasts(Engine):
-    """Negative control: every pass casts the weights again."""
+class ByAutocast(Engine):
+    """Engine in which autocast casts the weights in every pass, and autograd adds gradients."""
 
-    def micro_steps(self, batches):
-        for batch in batches:
-            torch.manual_seed(0)
-            yield batch
-
-    def encoded(self, passes):
-        for each in passes:
-            yield self._encode_pass(each, self.step)
+    def prepare(self, encoder, optimizer):
+        super().prepare(encoder, optimizer)
+        self.half_weights = None
 
 
-@pytest.mark.parametrize("method", ["grad_accum", "cont_accum", "in_batch", "grad_cache"])
-def test_passes_of_a_step_share_the_casts_of_the_weights(method):
-    start, found = tiny_encoder(), {}
-    for kind in (Engine, SeparateCasts):
-        for count in (1, 6):
-            encoder, loss = copy.deepcopy(start).train(), InfoNCE(0.1)
-            engine = kind(device="cpu", precision="bf16")
-            engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
-            bank = make_bank(16, encoder.dim, loss, push=4)
-            with Casts(encoder.parameters()) as casts:
-                METHODS[method](engine, micro_batches(count, 4), bank, loss)
-            vector = torch.cat([gradient.flatten() for gradient in gradients(encoder).values()])
-            found[kind, count] = casts.count, vector
-            engine.close()
-    (once, _), (shared, ours) = found[Engine, 1], found[Engine, 6]
-    (_, _), (separate, plain) = found[SeparateCasts, 1], found[SeparateCasts, 6]
-    assert separate >= 3 * once
-    # passes with a graph share casts only after a backward pass; layer norm casts inside its kernel
-    assert once < shared <= separate * {"grad_cache": 0.7, "in_batch": 1.0}.get(method, 0.5)
-    assert torch.equal(ours, plain)
+class SummedInHalf(HalfWeights):
+    """Negative control: the gradients of all passes are summed in half precision."""
+
+    @contextmanager
+    def used(self):
+        with self._replaced(self.leaves[0]) if self.leaves else super().used():
+            yield
+
+
+def updates(engine, start, method, count=4, scaler=None, halves=HalfWeights):
+    """Return the weights after three updates of ``count`` micro-batches, and the operations of the
+    method in the last one."""
+    encoder, loss = copy.deepcopy(start).train(), InfoNCE(0.1)
+    engine.prepare(encoder, torch.optim.AdamW(trained_parameters(encoder).values(), lr=1e-3))
+    if engine.half_weights is not None:
+        engine.half_weights = halves(encoder, torch.bfloat16)
+    engine.scaler = scaler or engine.scaler
+    push = 4 if method in ("grad_accum", "passage_bank", "cont_accum") else 4 * count
+    only = method == "passage_bank"
+    bank = make_bank(push, encoder.dim, loss, push=push, hard_negatives=1, columns_only=only)
+    for step in range(3):
+        engine.begin_step(step)
+        with Operations(encoder.parameters()) as operations:
+            METHODS[method](engine, micro_batches(count, 4, 1, seed=step), bank, loss)
+        engine.reduce_gradients()
+        engine.gradient_norms()
+        engine.update()
+        bank.end_step()
+    engine.close()
+    return torch.cat([weight.flatten() for weight in encoder.parameters()]), operations
+
+
+def with_adapters(encoder):
+    for tower in encoder.towers:
+        add_adapter(tower.backbone, Base("base", None, "none"), AdapterConfig(rank=2))
+    return encoder
+
+
+ENCODERS = {
+    "tied, unpadded": lambda: tiny_encoder(0.1, tie=True),
+    "untied": lambda: tiny_encoder(0.1),
+    "checkpointing": lambda: tiny_encoder(0.1, tie=True),
+    "adapters": lambda: with_adapters(tiny_encoder(0.1, tie=True)),
+}
+
+
+@pytest.mark.parametrize("method", list(METHOD_SPECS))
+@pytest.mark.parametrize("case", ENCODERS)
+def test_half_precision_weights_change_no_bit(case, method):
+    start = ENCODERS[case]()
+    start.set_attention("auto", unpad="unpadded" in case)
+    if case == "checkpointing":
+        start.gradient_checkpointing_enable()
+    options = {"device": "cpu", "precision": "bf16"}
+    found, ours = updates(Engine(**options), start, method)
+    expected, plain = updates(ByAutocast(**options), start, method)
+    assert torch.equal(found, expected)
+    assert (ours.casts, plain.casts > 0) == (0, True)
+    if METHOD_SPECS[method].whole and case == "tied, unpadded":
+        other, _ = updates(Engine(**options), start, method, halves=SummedInHalf)
+        assert not torch.equal(other, expected)
+
+
+def test_half_precision_weights_change_no_bit_with_partial_replay_and_a_loss_scaler():
+    found = []
+    for kind, scale in ((Engine, 8.0), (ByAutocast, 8.0), (Engine, 2.0**125)):
+        engine = kind(device="cpu", precision="bf16", replay_share=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        found.append(updates(engine, tiny_encoder(), "grad_cache", scaler=scaler)[0])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])  # the scaler skips steps whose gradients overflow
+
+
+def test_a_micro_batch_casts_and_adds_no_weight_alone():
+    """Per micro-batch, autocast and autograd need two casts for each weight of a linear layer and
+    an addition for each trained weight."""
+    start = tiny_encoder(tie=True)
+    trained = list(trained_parameters(start))
+    linear = [name for name in trained if "LayerNorm" not in name and "embeddings" not in name]
+    assert 0 < len(linear) < len(trained)
+    more = []
+    for kind in (ByAutocast, Engine):
+        few, many = (
+            updates(kind(device="cpu", precision="bf16"), start, "grad_accum", count)[1].count
+            for count in (2, 6)
+        )
+        more.append((many - few) / 4)
+    assert more[0] - more[1] >= 2 * len(linear) + len(trained) - 2
+
+
+def test_encoder_has_its_own_weights_after_a_failed_pass():
+    encoder, engine = tiny_encoder(tie=True).train(), Engine(device="cpu", precision="bf16")
+    engine.prepare(encoder, torch.optim.AdamW(encoder.parameters()))
+    before, loss = dict(encoder.named_parameters()), InfoNCE(0.1)
+    bank = make_bank(0, encoder.dim, loss, push=1)
+    layer = encoder.query_tower.backbone.encoder.layer[0]
+
+    def fail(*_):
+        inside.append(layer.output.dense.weight.dtype)
+        raise RuntimeError("no memory")
+
+    for add_hook in (layer.register_forward_hook, layer.register_full_backward_hook):
+        inside: list[torch.dtype] = []
+        hook = add_hook(fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            METHODS["grad_cache"](engine, micro_batches(3, 4), bank, loss)
+        hook.remove()
+        engine.drop_step()
+        assert inside == [torch.bfloat16]
+        for name, weight in encoder.named_parameters():
+            assert weight is before[name]
+            assert weight.grad is None
+    METHODS["grad_cache"](engine, micro_batches(3, 4), bank, loss)
+    assert gradients(encoder)
+    engine.close()
 
 
 def test_weight_decay_spares_parameters_without_gradient():
