@@ -88,9 +88,11 @@ class StepSampler:
                     f"{hard_negatives}. Lower data.hard_negatives, or set data.fill_negatives to "
                     "none."
                 )
+            few = "no hard negative"
+            if hard_negatives > 1:
+                few = f"fewer than {hard_negatives} hard negatives"
             warnings.warn(
-                f"{short} of {len(self._negatives)} queries have fewer than {hard_negatives} hard "
-                "negatives; random passages are added",
+                f"{short} of {len(self._negatives)} queries have {few}; random passages are added",
                 stacklevel=2,
             )
 

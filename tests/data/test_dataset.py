@@ -188,7 +188,7 @@ def test_positives_and_hard_negatives_are_drawn_evenly():
 
 def test_missing_hard_negatives_are_counted_once_and_filled_at_random():
     train_set = numbers([[0], [1], [2]], [[3], [], []], 9)
-    with pytest.warns(UserWarning, match="2 of 3 queries have fewer than 1 hard negatives;"):
+    with pytest.warns(UserWarning, match="2 of 3 queries have no hard negative;"):
         sampler = StepSampler(train_set, 0, 3, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
