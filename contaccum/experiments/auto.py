@@ -285,9 +285,10 @@ class Auto:
         evaluation = duration(state.expected("untrained"))
         whose = "the dev queries" if self.test is self.dev else "the test queries"
         raise InputError(
-            f"--time is {self.options.time}, which leaves no time to train on this machine: one "
+            f"--time is {self.options.time}, which leaves no time to train on this machine: "
+            f"everything else takes about {duration(state.other_seconds(self.total))} (one "
             f"evaluation on {whose} takes about {evaluation}, and two are needed, of the untrained "
-            f"and of the trained model. Use --time {state.sufficient_time() / 60:.0f}m with the "
+            f"and of the trained model). Use --time {state.sufficient_time() / 60:.0f}m with the "
             "same folder, which keeps the measurements, or --test with a smaller data set."
         )
 

@@ -111,13 +111,19 @@ class State:
         """Return the expected seconds of the last evaluation and the report."""
         return SLOWER * self.expected("untrained") + self.expected("report")
 
-    def training_seconds(self, total: float) -> float:
-        """Return the seconds for tuning and for the steps of the final run. total: time limit."""
+    def other_seconds(self, total: float) -> float:
+        """Return the seconds of everything but tuning and the steps of the final run.
+
+        total: time limit. The seconds so far are included.
+        """
         waiting = sum(self.expected(stage) for stage in STAGES if stage not in self.seconds)
         dev = self.expected("dev")
         run = self.expected("run") - dev + self.evaluations(total) * dev
-        used = self.elapsed + waiting + run + self.after_training()
-        return (1 - RESERVE) * total - used
+        return self.elapsed + waiting + run + self.after_training()
+
+    def training_seconds(self, total: float) -> float:
+        """Return the seconds for tuning and for the steps of the final run. total: time limit."""
+        return (1 - RESERVE) * total - self.other_seconds(total)
 
     def enough(self, total: float, share: float = LEAST_TRAINING) -> bool:
         """Return whether the time limit ``total`` leaves time to train. share: least share."""
