@@ -87,7 +87,7 @@ class QueryConfig:
     """Queries to run, and form of the results."""
 
     data: str = setting(metavar="DATA")
-    """Data set: BEIR folder or name of a data set."""
+    """Data set: BEIR folder, name of a data set, or file of training examples."""
     split: str = "test"
     """Split whose queries are run. With --query, only a data set of the Hub uses it."""
     output: str | None = setting(None, metavar="FILE")
