@@ -499,7 +499,8 @@ class Pace:
     eval_steps: int = 0  # steps between dev evaluations; 0: only after the last step
     after: float = 0.0  # expected seconds from the last dev evaluation to the end
     slower: float = 1.0  # seconds of the last dev evaluation / expected seconds
-    report: Callable[[Training], None] | None = None  # called once a minute
+    # called once a minute, and when the number of steps changes much
+    report: Callable[[Training], None] | None = None
     steps: list[float] = field(default_factory=list)  # seconds of each step so far
     last: float | None = None  # end of the last step
     reported: float = field(default_factory=time.monotonic)
@@ -510,6 +511,7 @@ class Pace:
             self.steps.append(now - self.last)
         self.last = now
         planned = training.total
+        due = now - self.reported > REPORT_SECONDS
         if len(self.steps) >= 2:
             # a median, because some steps include an evaluation or a checkpoint
             step = statistics.median(self.steps[-20:])
@@ -518,11 +520,13 @@ class Pace:
                 self.slower = max(1.0, (self.steps[-1] - step) / self.evaluation)
             total = self._affordable(training.done, now, step)
             # a small change is not worth a jump of the learning rate, except near the end
-            if abs(total - planned) > 0.05 * planned or total < planned <= training.done + 20:
+            large = abs(total - planned) > 0.05 * planned
+            if large or total < planned <= training.done + 20:
                 training.set_total(total)
+                due = due or large
         elif now >= self.end - self.after:
             training.set_total(training.done)
-        if self.report and now - self.reported > REPORT_SECONDS:
+        if self.report and due:
             self.reported = now
             self.report(training)
 

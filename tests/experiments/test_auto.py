@@ -221,9 +221,12 @@ def test_the_number_of_steps_does_not_change_to_and_fro(monkeypatch):
     """
     clock = [0.0]
     set_clock(monkeypatch, clock)
-    run = SteadyRun(clock, 115)
-    run.run(auto.Pace(140.0, 200, evaluation=20.0, eval_steps=70), lambda _: 1.0)
-    assert run.totals == [104, 120]
+    monkeypatch.setattr(auto, "REPORT_SECONDS", 1000.0)
+    run, reported = SteadyRun(clock, 115), []
+    pace = auto.Pace(140.0, 200, evaluation=20.0, eval_steps=70)
+    pace.report = lambda training: reported.append(training.total)
+    run.run(pace, lambda _: 1.0)
+    assert run.totals == reported == [104, 120]
     assert clock[0] <= 142
 
 
