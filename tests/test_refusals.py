@@ -260,7 +260,7 @@ FILES: list[tuple[str, object, str, str]] = [
                      "qrels/<split>.tsv"),
             (os.mkfifo, ": is a pipe or device; it must be a file"),
             (None, ": no such file"),
-            (b"%PDF-1.4\n%\xe2\xe3\n", ":1: found 1 columns; the file must contain JSON"),
+            (b"%PDF-1.4\n%\xe2\xe3\n", ":1: found no tab; the file must contain JSON"),
             ('{"docno": 1, "body": ""}\n',
              ":1: found fields 'docno', 'body'; a record must be an object with query"),
         ]

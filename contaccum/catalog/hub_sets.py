@@ -375,6 +375,10 @@ def file_rows(path: Path) -> Rows:
         _, header = next(rows, (None, []))
         if not header:
             raise InputError(f"{path}: is empty; the first line must have the names of the columns")
+        if ending == ".csv" and len(header) == 1 and ";" in header[0]:
+            raise InputError(
+                f"{path}:1: found semicolons between the columns; save the file again with commas"
+            )
         for location, cells in rows:
             if len(cells) != len(header):
                 raise location.error(

@@ -37,7 +37,7 @@ def console_report(
 ) -> str:
     """Return a table of runs as text, the best first.
 
-    If ``page`` is given, also write the report to this HTML file.
+    If ``page`` is given, also write the report to this HTML file, and end the text with its name.
 
     Warn if the runs were evaluated on different test queries.
 
@@ -68,7 +68,8 @@ def console_report(
         found = differences(groups, metric, {reference[0].folder})
     if page is not None:
         write_page(page, "Report", groups, metric, found)
-    return console_table(groups, metric, found, width)
+    table = console_table(groups, metric, found, width)
+    return f"{table}\n\n{page}" if page else table
 
 
 def console_table(

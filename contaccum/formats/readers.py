@@ -206,14 +206,13 @@ def kind_of_data(path: Path) -> Kind:
     if not cells:
         raise InputError(f"{path}: is empty; it must contain {_FILES}")
     if len(cells) not in (2, 3):
+        found = "no tab" if len(cells) == 1 else f"{len(cells)} columns"
         hint = ""
         if ".csv" in name or ".tsv" in name:
             delimiter = "," if ".csv" in name else "\t"
             header = next(csv.reader(["\t".join(cells)], delimiter=delimiter))
             hint = f". To read other columns, give {column_form(str(path), header)}"
-        raise InputError(
-            f"{path}:1: found {len(cells)} columns; the file must contain {_FILES}{hint}"
-        )
+        raise InputError(f"{path}:1: found {found}; the file must contain {_FILES}{hint}")
     if len(cells) == 2:
         is_id = cells[0].split() == [cells[0]] and not cells[1].startswith(("[", '"['))
         if not is_id or ".csv" in name:

@@ -88,6 +88,16 @@ def test_an_unknown_column_is_answered_with_names_that_can_be_given(tmp_path):
         open_dataset(f"hub:{path}?query=query&pos=Q&A", "train").examples()
 
 
+def test_a_table_with_semicolons_is_refused(tmp_path):
+    """Some spreadsheet programs write them. A header of one column has no separator."""
+    path = write(tmp_path / "t.csv", "query;answer\none;a, b\n")
+    with pytest.raises(InputError, match=r"t\.csv:1: found semicolons between the columns"):
+        open_dataset(f"hub:{path}?query=query&pos=answer", "train").examples()
+    path = write(tmp_path / "u.csv", "text\none; two\n")
+    examples = open_dataset(f"hub:{path}?query=text&pos=text", "train").examples()
+    assert examples.queries["text"][:] == ["one; two"]
+
+
 @pytest.mark.parametrize("zero", [0, "0"])
 def test_rows_with_label_0_are_warned_of_at_every_use(zero, tmp_path):
     rows = [{"sentence1": "a", "sentence2": "b", "label": label} for label in (1, zero, zero)]

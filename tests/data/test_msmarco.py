@@ -93,6 +93,6 @@ def test_a_folder_of_raw_files_is_a_data_set(capsys):
 def test_a_csv_of_other_columns_is_answered_with_the_way_to_read_it(name, hinted, tmp_path):
     path = tmp_path / name
     path.write_text("question,answer\nwhere is it,it is here\n")
-    with pytest.raises(InputError, match="found 1 columns") as refused:
+    with pytest.raises(InputError, match="found no tab") as refused:
         check(path)
     assert (f'"hub:{path}?query=question&pos=answer"' in str(refused.value)) == hinted

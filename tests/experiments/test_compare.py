@@ -606,5 +606,6 @@ def test_page_escapes_names(study_folder, tmp_path, capsys):
     other = study_folder / "study" / "runs" / "cont_accum-size=16-seed0"
     page = tmp_path / "page.html"
     assert main(["report", str(run), str(other), "--html", str(page)]) == 0
+    assert capsys.readouterr().out.endswith(f"|\n\n{page}\n")
     assert "<b>" not in page.read_text()
     assert "&lt;b&gt;bold&amp;amp;" in page.read_text()
