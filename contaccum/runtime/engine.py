@@ -179,9 +179,13 @@ class Engine(Processes):
         return queries, passages
 
     def _pass(self, tokens: int) -> contextlib.AbstractContextManager[None]:
-        """Announce a pass, and return a context in which the encoder has its weights for it."""
+        """Announce a pass of a step, and return a context for it, see ``_weights_of_pass``."""
         if self.before_pass is not None:
             self.before_pass(tokens, torch.is_grad_enabled())
+        return self._weights_of_pass()
+
+    def _weights_of_pass(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the encoder has its weights of the precision of the run."""
         return contextlib.nullcontext() if self.half_weights is None else self.half_weights.used()
 
     def passes(
@@ -343,7 +347,7 @@ class Engine(Processes):
         """
         devices = [self.device] if self.device.type == "cuda" else []
         batch = micro_batches[number]
-        with torch.random.fork_rng(devices), torch.no_grad():
+        with torch.random.fork_rng(devices), torch.no_grad(), self._weights_of_pass():
             if not two_pass or self.replay_share < 1:
                 torch.manual_seed(mix(self.seed, step, number, self.rank))
                 with self.autocast(), self._first_pass_dropout():

@@ -3,17 +3,27 @@
 autocast casts each weight in a forward pass and each gradient in a backward pass, and autograd adds
 each gradient to that of the micro-batch before: three small operations per weight and micro-batch.
 Here, a few operations cast all weights of a step, and a few operations cast and add all gradients
-of a backward pass. The results are the same, bit for bit.
+of a backward pass, with the same results. The copies of layers that have the same input are next to
+each other in memory, so that one matrix product computes these layers.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # number of gradients that are cast and added at once, the most that one CUDA kernel takes
 GROUP = 64
+# names of the layers of a module that have the same input, in attention and in gated units
+SAME_INPUT = (
+    ("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin"),
+    ("q", "k", "v"), ("gate_proj", "up_proj"),
+)  # fmt: skip
 
 
 class HalfWeights:
@@ -25,24 +35,48 @@ class HalfWeights:
 
     def __init__(self, encoder: nn.Module, dtype: torch.dtype) -> None:
         """dtype: data type of the copies."""
-        places = [
+        self.dtype = dtype
+        owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+        for module in encoder.modules():
+            for weight in module.parameters(recurse=False):
+                owners[weight].append(module)
+        self.half = {
+            weight
+            for weight, modules in owners.items()
+            if weight.dtype == torch.float32 and all(type(each) is nn.Linear for each in modules)
+        }
+        # lists of layers that one product computes
+        self.joined: list[list[nn.Linear]] = []
+        for module in encoder.modules():
+            for names in SAME_INPUT:
+                layers: list[Any] = [getattr(module, name, None) for name in names]
+                if any(type(layer) is not nn.Linear for layer in layers):
+                    continue
+                weights = [layer.weight for layer in layers]
+                kinds = {(layer.weight.requires_grad, layer.bias is None) for layer in layers}
+                alone = all(each in self.half and len(owners[each]) == 1 for each in weights)
+                if alone and len(kinds) == 1:
+                    self.joined.append(layers)
+        # lists of weights that one tensor replaces
+        self.groups = [
+            list(weights)
+            for layers in self.joined
+            for weights in zip(*(layer.parameters() for layer in layers), strict=True)
+        ]
+        in_joined = {weight for group in self.groups for weight in group}
+        self.groups += [
+            [weight]
+            for weight in owners
+            if weight not in in_joined and (weight.requires_grad or weight in self.half)
+        ]
+        self.number = {weight: n for n, group in enumerate(self.groups) for weight in group}
+        self.places = [
             (module, name, weight)
             for module in encoder.modules()
             for name, weight in module.named_parameters(recurse=False)
+            if weight in self.number and weight not in in_joined
         ]
-        other = {weight for module, _, weight in places if type(module) is not nn.Linear}
-        # data type of each weight inside a pass
-        self.dtypes = {
-            weight: dtype if weight not in other and weight.dtype == torch.float32 else weight.dtype
-            for _, _, weight in places
-        }
-        self.places = [
-            (module, name, weight)
-            for module, name, weight in places
-            if weight.requires_grad or self.dtypes[weight] != weight.dtype
-        ]
-        self.weights = list(dict.fromkeys(weight for _, _, weight in self.places))
-        self.values: list[Tensor] = []  # of ``weights`` inside the passes of this step
+        self.values: list[Tensor] = []  # of ``groups`` inside the passes of this step
         # the same values as leaves of a graph, for each pass with a graph that awaits its backward
         # pass; if passes shared them, their gradients would be summed in half precision
         self.leaves: list[list[Tensor]] = []
@@ -55,27 +89,54 @@ class HalfWeights:
     def used(self) -> Iterator[None]:
         """Replace the weights in a forward pass inside the ``with`` block."""
         if not self.values:
-            self.values = converted(self.weights, [self.dtypes[each] for each in self.weights])
+            self.values = self._copies()
         tensors = self.values
         if torch.is_grad_enabled():
             tensors = [
-                value.detach().requires_grad_(weight.requires_grad)
-                for value, weight in zip(self.values, self.weights, strict=True)
+                value.detach().requires_grad_(group[0].requires_grad)
+                for value, group in zip(self.values, self.groups, strict=True)
             ]
             self.leaves.append(tensors)
         with self._replaced(tensors):
             yield
 
+    @torch.no_grad()
+    def _copies(self) -> list[Tensor]:
+        values: list[Tensor] = []
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for group in self.groups:
+            value = group[0].detach()
+            if group[0] in self.half:
+                value = value.new_empty(sum(map(len, group)), *value.shape[1:], dtype=self.dtype)
+                targets += parts(value, group)
+                sources += group
+            values.append(value)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return values
+
     @contextmanager
     def _replaced(self, tensors: list[Tensor]) -> Iterator[None]:
-        by_weight = dict(zip(self.weights, tensors, strict=True))
         try:
             for module, name, weight in self.places:
-                module._parameters[name] = by_weight[weight]  # type: ignore[assignment]
+                module._parameters[name] = tensors[self.number[weight]]  # type: ignore[assignment]
+            for layers in self.joined:
+                bias = layers[0].bias
+                product = JoinedLayers(
+                    [layer.out_features for layer in layers],
+                    tensors[self.number[layers[0].weight]],
+                    None if bias is None else tensors[self.number[bias]],
+                )
+                for place, layer in enumerate(layers):
+                    layer.forward = partial(product.output, place)  # type: ignore[method-assign]
             yield
         finally:
             for module, name, weight in self.places:
                 module._parameters[name] = weight
+            for layers in self.joined:
+                for layer in layers:
+                    vars(layer).pop("forward", None)  # restores the method of the class
 
     def backward(self, value: Tensor) -> None:
         """Add the gradients of ``value`` to those of the weights, in the precision of the weights.
@@ -86,45 +147,59 @@ class HalfWeights:
             value.backward()
         while self.leaves:
             leaves = self.leaves.pop()  # autograd also adds the gradients of the last pass first
-            for start in range(0, len(leaves), GROUP):
-                add_gradients(self.weights[start : start + GROUP], leaves[start : start + GROUP])
+            received: list[tuple[nn.Parameter, Tensor]] = []
+            for group, leaf in zip(self.groups, leaves, strict=True):
+                if leaf.grad is not None:
+                    received += zip(group, parts(leaf.grad, group), strict=True)
+            for start in range(0, len(received), GROUP):
+                add_gradients(received[start : start + GROUP])
+
+
+class JoinedLayers:
+    """Linear layers that one matrix product computes if they have the same input."""
+
+    def __init__(self, sizes: list[int], weight: Tensor, bias: Tensor | None) -> None:
+        """sizes: output widths. weight: (sum of sizes, inputs). bias: (sum of sizes,)."""
+        self.sizes, self.weight, self.bias = sizes, weight, bias
+        self.rows: Tensor | None = None  # input of the last product
+        self.outputs: dict[int, Tensor] = {}  # outputs of the last product that are not used yet
+
+    def output(self, place: int, rows: Tensor) -> Tensor:
+        """Return the output of the layer at ``place``. The first layer computes all outputs."""
+        if place == 0:
+            self.rows = rows
+            product = F.linear(rows, self.weight, self.bias)
+            self.outputs = dict(enumerate(product.split(self.sizes, -1)))
+        if rows is not self.rows or place not in self.outputs:
+            bias = None if self.bias is None else self.bias.split(self.sizes)[place]
+            return F.linear(rows, self.weight.split(self.sizes)[place], bias)
+        found = self.outputs.pop(place)
+        if not self.outputs:
+            self.rows = None  # would keep the memory
+        return found
+
+
+def parts(tensor: Tensor, weights: list[nn.Parameter]) -> Sequence[Tensor]:
+    """Return the part of each weight in a tensor that replaces all of them."""
+    return [tensor] if len(weights) == 1 else tensor.split([len(weight) for weight in weights])
 
 
 @torch.no_grad()
-def add_gradients(weights: Sequence[nn.Parameter], leaves: Sequence[Tensor]) -> None:
-    """Move the gradient of each leaf, if it has one, to its weight, and add it there."""
-    received = [
-        (weight, leaf.grad)
-        for weight, leaf in zip(weights, leaves, strict=True)
-        if leaf.grad is not None
+def add_gradients(received: list[tuple[nn.Parameter, Tensor]]) -> None:
+    """Add gradients to those of their weights, in the precision of the weights."""
+    wide = [
+        gradient if gradient.dtype == weight.dtype else torch.empty_like(weight)
+        for weight, gradient in received
     ]
-    gradients = converted([each for _, each in received], [weight.dtype for weight, _ in received])
-    sums, terms = [], []
-    for (weight, _), gradient in zip(received, gradients, strict=True):
+    cast = [(new, old) for new, (_, old) in zip(wide, received, strict=True) if new is not old]
+    if cast:
+        # on CUDA, a few kernels if all sources have one type and all targets another
+        torch._foreach_copy_([new for new, _ in cast], [old for _, old in cast])
+    later = []
+    for (weight, _), gradient in zip(received, wide, strict=True):
         if weight.grad is None:
             weight.grad = gradient
         else:
-            sums.append(weight.grad)
-            terms.append(gradient)
-    if sums:
-        torch._foreach_add_(sums, terms)
-    for leaf in leaves:
-        leaf.grad = None
-
-
-@torch.no_grad()
-def converted(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Return the tensors with these data types, without a copy of those that have theirs."""
-    found = [
-        tensor.detach() if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
-        for tensor, dtype in zip(tensors, dtypes, strict=True)
-    ]
-    pairs = [
-        (target, source)
-        for target, source in zip(found, tensors, strict=True)
-        if target.dtype != source.dtype
-    ]
-    if pairs:
-        # on CUDA, a few kernels if all sources have one type and all targets another
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-    return found
+            later.append((weight.grad, gradient))
+    if later:
+        torch._foreach_add_([total for total, _ in later], [gradient for _, gradient in later])

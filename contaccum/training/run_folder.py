@@ -47,7 +47,8 @@ CONFIG_FILE = "config.yaml"
 DEV_METRICS_FILE = "dev_metrics.json"  # metrics of the best evaluation on dev
 FINISHED_FILE = "finished.json"  # steps of a run that ended and deleted its checkpoints
 MANIFEST = "manifest.json"
-STATE_VERSION = 3  # ``format_version`` of state.json; 2 and 3: other dropout noise
+# ``format_version`` of state.json; 2 and 3: other dropout noise, 4: other rounding in bf16 and fp16
+STATE_VERSION = 4
 
 
 @contextmanager

@@ -8,23 +8,28 @@ import pytest
 import torch
 from helpers import (
     gradients,
+    largest_difference,
     make_bank,
     micro_batches,
+    run_steps,
     tiny_encoder,
     train_config,
     weights,
     write_beir,
 )
+from tiny_families import family_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from contaccum import DualEncoder
 from contaccum.config import METHOD_SPECS, AdapterConfig
 from contaccum.encoder.adapters import add_adapter
 from contaccum.encoder.folders import Base
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
 from contaccum.methods.loss import InfoNCE
+from contaccum.runtime import half_weights
 from contaccum.runtime.engine import Engine
-from contaccum.runtime.half_weights import HalfWeights
+from contaccum.runtime.half_weights import HalfWeights, JoinedLayers
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
 from contaccum.training.parts import trained_parameters
@@ -194,7 +199,9 @@ ENCODERS = {
 
 @pytest.mark.parametrize("method", list(METHOD_SPECS))
 @pytest.mark.parametrize("case", ENCODERS)
-def test_half_precision_weights_change_no_bit(case, method):
+def test_half_precision_weights_change_no_bit(case, method, monkeypatch):
+    """If each layer is a product of its own."""
+    monkeypatch.setattr(half_weights, "SAME_INPUT", ())
     start = ENCODERS[case]()
     start.set_attention("auto", unpad="unpadded" in case)
     if case == "checkpointing":
@@ -209,7 +216,8 @@ def test_half_precision_weights_change_no_bit(case, method):
         assert not torch.equal(other, expected)
 
 
-def test_half_precision_weights_change_no_bit_with_partial_replay_and_a_loss_scaler():
+def test_half_precision_weights_change_no_bit_with_partial_replay_and_a_loss_scaler(monkeypatch):
+    monkeypatch.setattr(half_weights, "SAME_INPUT", ())
     found = []
     for kind, scale in ((Engine, 8.0), (ByAutocast, 8.0), (Engine, 2.0**125)):
         engine = kind(device="cpu", precision="bf16", replay_share=0.5)
@@ -217,6 +225,59 @@ def test_half_precision_weights_change_no_bit_with_partial_replay_and_a_loss_sca
         found.append(updates(engine, tiny_encoder(), "grad_cache", scaler=scaler)[0])
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])  # the scaler skips steps whose gradients overflow
+
+
+@pytest.mark.parametrize(
+    ("family", "joined"),
+    [("bert", 2), ("distilbert", 2), ("mpnet", 2), ("qwen3", 4), ("modernbert", 0)],
+)
+def test_layers_with_the_same_input_are_one_product(family, joined, tmp_path, monkeypatch):
+    """In float32, where rounding does not hide an error. Families have two layers; qwen3 also joins
+    the two inputs of its gated units, and modernbert has joined layers of its own."""
+    encoder = DualEncoder.load(
+        family_folder(family, tmp_path), max_query_length=8, max_passage_length=16
+    )
+    steps, found = [micro_batches(3, 4, 1)], {}
+    encoder.set_dropout(0.0)
+
+    def prepare(engine, *given):
+        plain_prepare(engine, *given)
+        engine.half_weights = HalfWeights(engine.encoder, torch.float32)
+        assert len(engine.half_weights.joined) == joined
+
+    def wrong(self, place, rows):
+        return plain_output(self, 0 if place == 0 else len(self.sizes) - place, rows)
+
+    plain_prepare, plain_output = Engine.prepare, JoinedLayers.output
+    found["separate"] = run_steps("in_batch", steps, encoder=encoder)[0]
+    monkeypatch.setattr(Engine, "prepare", prepare)
+    switches = {"joined": DualEncoder.train}
+    if family != "mpnet":  # without gradient checkpointing in transformers
+        switches["recomputed"] = DualEncoder.gradient_checkpointing_enable
+    for name, switch in switches.items():
+        found[name] = run_steps("in_batch", steps, encoder=encoder, switch=switch)[0]
+        assert largest_difference(found["separate"], found[name]) < 2e-5
+    if joined and family != "qwen3":  # its keys and values have another width than its queries
+        monkeypatch.setattr(JoinedLayers, "output", wrong)
+        found["wrong"] = run_steps("in_batch", steps, encoder=encoder)[0]
+        assert largest_difference(found["separate"], found["wrong"]) > 1e-2
+
+
+def test_joined_layers_with_other_inputs_are_computed_alone():
+    torch.manual_seed(0)
+    sizes, rows = [4, 2, 2], torch.randn(5, 3)
+    layers = [torch.nn.Linear(3, size) for size in sizes]
+    with torch.no_grad():
+        weight, bias = map(torch.cat, zip(*(layer.parameters() for layer in layers), strict=True))
+        product = JoinedLayers(sizes, weight, bias)
+        for inputs in ([rows, rows + 1, rows], [rows, rows, rows], [rows + 2, rows, rows]):
+            for place in (0, 2, 1):
+                expected = layers[place](inputs[place])
+                torch.testing.assert_close(product.output(place, inputs[place]), expected)
+        with Operations([]) as operations:
+            for place in (0, 1, 2):
+                product.output(place, rows)
+    assert operations.count == 1
 
 
 def test_a_micro_batch_casts_and_adds_no_weight_alone():
