@@ -561,8 +561,9 @@ def test_report_figures_equal_those_in_the_run_files(study_folder):
 
 
 def test_summary_lists_the_tested_differences_best_first(study_folder):
-    """The table that the command prints last, and the page's path."""
-    table, page = (study_folder / "stdout").read_text().rstrip("\n").split("\n\n")
+    """The table that the command prints, and the page's path."""
+    text, page = (study_folder / "stdout").read_text().rstrip("\n").split("\n\n")
+    _, table = text.split("\n", 1)  # after the line about p
     assert page == str(study_folder / "study" / "report.html")
     heads, _, *rows = (
         [cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()
