@@ -1,8 +1,9 @@
-"""Train a retriever with Lightning and a dual memory bank: batches of 8 pairs, compared with the
+r"""Train a retriever with Lightning and a dual memory bank: batches of 8 pairs, compared with the
 128 pairs before them.
 
-    pip install '.[lightning]' python examples/lightning_contaccum.py --model
-    sentence-transformers/all-MiniLM-L6-v2 --data pairs.jsonl
+    pip install '.[lightning]'
+    python examples/lightning_contaccum.py --model sentence-transformers/all-MiniLM-L6-v2 \
+        --data pairs.jsonl
 
 Each line of the file has two columns, a query and its passage. The lines that contaccum adds to a
 Lightning module are marked. The result is a folder of transformers, which SentenceTransformer and

@@ -76,7 +76,7 @@ def table(settings: dict[str, Field], texts: dict[str, str]) -> str:
         meaning = texts[name]
         if allowed := range_of(declared.type):
             meaning += f" Range: {allowed}."
-        if allowed := choices(declared.type):
+        if len(allowed := choices(declared.type)) > 1:  # the only one is "auto", next to a number
             meaning += f" One of: {', '.join(allowed)}."
         option = name if declared.metadata.get("positional") else f"--{name}"
         rows.append(
