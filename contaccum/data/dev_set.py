@@ -89,9 +89,9 @@ def hold_out(
         )
     texts, ids = (examples.queries[column][:] for column in ("text", "id"))
     held = {ids[number]: texts[number] for number in sorted(numbers[:count])}
-    passages: list[str] = examples.passages["id"]
+    passages: list[str] = examples.passages["id"]  # datasets 4.0 has no numpy.int64 as a row
     qrels = {
-        ids[number]: {passages[row]: 1 for row in examples.positives.row(number)}
+        ids[number]: {passages[row]: 1 for row in examples.positives.row(number).tolist()}
         for number in numbers[:count]
     }
     grades = grades_of(

@@ -76,7 +76,7 @@ def test_one_process_gets_the_steps_rows_in_order(parts):
     batches = Batches(train_set, sampler, *tables, BatchForm(2)).step(3)
     assert len(batches) == 4
     names = [name for batch in batches for name in batch.query_ids]
-    assert names == [train_set.queries["id"][n] for n in rows.queries]
+    assert names == [train_set.queries["id"][n] for n in rows.queries.tolist()]
     assert torch.cat([batch.ids.columns for batch in batches]).tolist() == rows.passages.tolist()
     for k, batch in enumerate(batches):
         assert (

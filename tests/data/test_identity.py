@@ -139,7 +139,9 @@ def test_ids_that_name_two_texts_are_no_ids(tmp_path):
     texts = found.passages["text"][:]
     positives = [texts[row] for row in found.positives.values]
     assert positives == ["positive 0", "positive 1", "positive 2"]
-    assert [texts[row] for row in found.negatives.values] == [f"negative {n}" for n in range(3)]
+    assert [texts[row] for row in found.negatives.values.tolist()] == [
+        f"negative {n}" for n in range(3)
+    ]
     assert len(set(found.passages["id"][:])) == 6
     sentence = refusal(path, strict=True)
     assert "(record 2): passage id '0' occurs with two texts" in sentence
@@ -204,7 +206,7 @@ def test_a_judged_negative_with_the_text_of_a_positive_is_left_out(tmp_path):
     assert found["negatives with the text of a positive"] == 1
     with pytest.warns(UserWarning, match="1 hard negatives have the text of a positive"):
         found = open_train_set(folder, hard_negatives=1)
-    assert [found.passages["id"][row] for row in found.negatives.values] == ["p2"]
+    assert [found.passages["id"][row] for row in found.negatives.values.tolist()] == ["p2"]
 
 
 def test_copies_in_a_corpus_are_masked_as_the_passage_itself(tmp_path):

@@ -81,7 +81,9 @@ def check(train_set, hard: int, batches: str = "mixed", steps: int = 12) -> int:
     for step in range(steps):
         rows = sampler(step)
         assert rows.teacher.shape == rows.passages.shape
-        for query, own, scores in zip(rows.queries, rows.passages, rows.teacher, strict=True):
+        # datasets 4.0 wants Python's own integers
+        chosen = zip(rows.queries.tolist(), rows.passages.tolist(), rows.teacher, strict=True)
+        for query, own, scores in chosen:
             for row, found in zip(own, scores, strict=True):
                 listed = any(row in part.row(query) for part in known)
                 if listed and int(queries[query].split()[1]) % 5 != 4:
