@@ -295,7 +295,9 @@ def tensor_defaults() -> Iterator[None]:
 
     The program may have set other defaults in torch.
     """
-    dtype, on_cpu = torch.get_default_dtype(), torch.get_default_device().type == "cpu"
+    dtype = torch.get_default_dtype()
+    # In torch 2.6, get_default_device fails once a program has set a device and taken it back.
+    on_cpu = torch.empty(0).device.type == "cpu"
     torch.set_default_dtype(torch.float32)
     try:
         with (
