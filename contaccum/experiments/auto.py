@@ -234,11 +234,12 @@ class Auto:
     def _predict(self) -> None:
         """Encode a sample of texts, predict every stage's time, and size the dev set by it."""
         state = self.state
+        began = time.monotonic()  # without the imports, which later stages do not repeat
         train_set = load_training(self.data, self.base.distils)
         judged = None
         if self.test_source:
             judged = open_dataset(*self.test_source, self.data.policy).retrieval_set
-        startup = time.monotonic() - self.began
+        reading = time.monotonic() - began
         self.say("encoding a sample of texts to predict the time of each stage")
         loading = time.monotonic()
         encoder = build_encoder(self.base, train_set, encoding_device(self.base.run.device))
@@ -265,9 +266,9 @@ class Auto:
             "dev": dev,
             "untrained": untrained,
             "bm25": BM25_SHARE * untrained,
-            "run": startup + dev,
+            "run": reading + dev,
             "pass": forward,
-            "report": max(5.0, startup),
+            "report": max(5.0, reading),
         }
 
     @property
