@@ -296,7 +296,7 @@ def tensor_defaults() -> Iterator[None]:
     The program may have set other defaults in torch.
     """
     dtype = torch.get_default_dtype()
-    # In torch 2.6, get_default_device fails once a program has set a device and taken it back.
+    # torch.get_default_device of torch 2.6 does not know of `with torch.device(...)`.
     on_cpu = torch.empty(0).device.type == "cpu"
     torch.set_default_dtype(torch.float32)
     try:
