@@ -29,7 +29,7 @@ def pairs_file(pairs: Iterable[Sequence[Any] | Mapping[str, Any]]) -> Path:
             negatives = [text for texts in lists for text in texts]
             record = {"query": query, "pos": positives, "neg": negatives}
             lines.append(record_line(msgspec.convert(record, JsonlRecord)))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, msgspec.ValidationError) as error:
             raise InputError(
                 f"pairs[{number}] is {str(pair)[:100]}, expected a query, a positive and, if there "
                 "are any, hard negatives, all of them texts"
