@@ -10,7 +10,7 @@ ARG FAISS=faiss-cpu
 # hadolint ignore=DL3013
 RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" torch && pip install --no-cache-dir "$FAISS"
 
-COPY pyproject.toml README.md LICENSE /source/
+COPY pyproject.toml setup.py README.md LICENSE /source/
 COPY contaccum /source/contaccum
 RUN pip install --no-cache-dir "/source[study,tensorboard]" && rm -r /source
 

@@ -77,6 +77,18 @@ def test_wheel_and_sdist_hold_what_they_should_and_work(tmp_path):
     subprocess.run(call, check=True, capture_output=True)
     (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     files = set(zipfile.ZipFile(wheel).namelist())
+    (metadata,) = [name for name in files if name.endswith(".dist-info/METADATA")]
+    page = zipfile.ZipFile(wheel).read(metadata).decode()
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)#]+)", page)
+    assert all(link.startswith("https://") for _, link in links)
+    (home,) = re.findall("^Project-URL: Homepage, (.+)$", page, re.MULTILINE)
+    named = [
+        link.removeprefix(f"{home}/{'raw' if picture else 'blob'}/main/")
+        for picture, link in links
+        if link.startswith(home)
+    ]
+    assert {"docs/index.md", "docs/pictures/negatives.svg"} <= set(named)
+    assert not [name for name in named if not (ROOT / name).is_file()]
     ours = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "contaccum").rglob("*")
