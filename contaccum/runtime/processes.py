@@ -217,10 +217,14 @@ def start_group(device_type: str, timeout_minutes: float) -> bool:
 
 def leave_group() -> None:
     """Disconnect the processes that ``start_group`` connected."""
+    _LEFT.append(dist.group.WORLD)
     dist.destroy_process_group()
 
 
 _GROUPS = itertools.count()  # all processes of a launch create the same groups in the same order
+# Before torch 2.8, freeing a group of gloo hangs if one of its threads is just freeing a tensor of
+# the last message (pytorch pull request 154976), so groups are kept until the process ends.
+_LEFT: "list[dist.ProcessGroup | None]" = []
 
 
 @contextlib.contextmanager

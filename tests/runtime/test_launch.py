@@ -1,6 +1,6 @@
 """Options of accelerate launch: agreed with the settings, or refused.
 
-Signals in and after a deferred block.
+Signals in and after a deferred block. Processes that leave their group.
 """
 
 import os
@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from helpers import train_config, write_beir
-from processes import python
+from processes import Job, python, run_jobs
 
 from contaccum.config import to_yaml
 from contaccum.errors import InputError
@@ -104,3 +104,9 @@ def test_a_signal_outside_a_deferred_block_ends_one_of_several_processes(place, 
         assert "Interrupted: stopped by SIGTERM" in done.stderr
     else:
         assert done.returncode == -signal.SIGTERM
+
+
+def test_processes_leave_their_group_right_after_a_message(tmp_path):
+    """Many times, because the deadlock of torch before 2.8 is rare."""
+    job = Job(["30"], processes=2, worker="group_worker")
+    run_jobs({"groups": job}, tmp_path)["groups"].check()
