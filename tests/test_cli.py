@@ -165,7 +165,7 @@ def test_repair_accepts_repeated_ids_in_training_and_evaluation(data, run, tmp_p
         code, _, err = call(capsys, *call_of, *(["true"] if call_of[0] == "train" else []))
         assert code == 0
         assert "contaccum: warning: " in err
-        assert "1 queries are skipped, because a later query has the same id" in err
+        assert "skipped 1 query with the id of a later one" in err
 
 
 @pytest.mark.parametrize("changes", [{"model.tiny_width": 64}, {"data.train": "other"}])

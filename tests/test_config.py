@@ -72,8 +72,9 @@ def test_ready_made_configs_have_names(name, capsys, tmp_path, monkeypatch):
     ("name", "words"),
     [
         ("finetun",
-         "finetun: no such file, and no ready-made config has this name; choose one of finetune"),
-        ("no.yaml", "no.yaml: no such file"),
+         "finetun: no such file, and no ready-made config has this name; did you mean finetune?"),
+        ("nq", "did you mean paper/nq?"),
+        ("no.yaml", "no.yaml: no such file, and no ready-made config has this name; they are in /"),
         ("s3://bucket/finetune.yaml", "s3://bucket/finetune.yaml: no such file"),
     ],
 )  # fmt: skip

@@ -111,9 +111,15 @@ def test_a_setting_of_training_is_answered_with_the_option_of_another_command(ca
 
 
 def test_a_group_is_answered_with_its_first_setting_and_the_other_way_round(capsys):
-    for group, first in (("model", "name"), ("data", "train"), ("batch", "global_batch_size")):
-        said = f"{group} is a group of settings, such as --{group}.{first}\n"
-        assert refused(capsys, "train", f"--{group}", "x").endswith(said)
+    for given, first in (
+        ("model", "model.name"),
+        ("data", "data.train"),
+        ("batch", "batch.global_batch_size"),
+        ("optimizer", "optim.name"),
+    ):
+        group = first.partition(".")[0]
+        said = f"; {group} is a group of settings, such as --{first}\n"
+        assert refused(capsys, "train", f"--{given}", "x").endswith(said)
     call = ["evaluate", "--data", "x", "--model.name", "bm25"]
     assert refused(capsys, *call).endswith("no such option; did you mean --model?\n")
 

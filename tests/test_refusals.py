@@ -115,7 +115,7 @@ LINES: dict[tuple[str, str, int], list[tuple[str, str]]] = {
          "duplicate query id 'q0' (first at line 1); ids must be unique. Use --repair"),
     ],
     ("evaluate --model bm25 --data d", "d/qrels/test.tsv", 2): [
-        ("q0\tp0", "found 2 columns; a line must have 3 columns: query-id, corpus-id, score"),
+        ("q0\tp0", "found 2 columns; a line must have 3: query-id, corpus-id, score"),
         *(
             (f"q0\tp0\t{grade}",
              f"the grade is '{grade[:40]}'; it must be an integer from -99999 to 99999")
@@ -154,7 +154,7 @@ LINES: dict[tuple[str, str, int], list[tuple[str, str]]] = {
     ],
     (DISTIL, "scored.jsonl", 2): [
         (json.dumps(SCORED | change), sentence) for change, sentence in (
-            ({"neg_scores": [1]}, "found 1 values in 'neg_scores' but 2 texts in 'neg'; each text "
+            ({"neg_scores": [1]}, "found 1 value in 'neg_scores' but 2 texts in 'neg'; each text "
                                   "needs one"),
             ({"pos_scores": [float("nan")]}, "not usable JSON (JSON is malformed: invalid chara"),
             ({"neg_scores": [1, 1e39]}, "Expected `float` <= 3e+38 - at `$.neg_scores["),
@@ -166,7 +166,7 @@ LINES: dict[tuple[str, str, int], list[tuple[str, str]]] = {
         ('{"query": "x", "pos": [null]}', "Expected `str`, got `null` - at `$.pos["),
         ('{"query": "x", "pos": ["a"], "pos_scores": [1e999]}', "Number out of range"),
         ('{"query": "x", "pos": ["a"], "pos_id": [1, 2]}',
-         "found 2 values in 'pos_id' but 1 texts in 'pos'; each text needs one"),
+         "found 2 values in 'pos_id' but 1 text in 'pos'; each text needs one"),
     ],
     (TO_EVALUATE_A_RUN, "run.trec", 2): [
         ("q1 Q0 p1 1 2.0",
@@ -322,7 +322,7 @@ FILES: list[tuple[str, object, str, str]] = [
      "d/corpus.jsonl:2: duplicate passage id 'p0' (first at line 1); ids must be unique. Use "
      "--repair (in training: --data"),
     ("d/qrels/train.tsv", QRELS.replace("p1", "p9"), "train --config config.yaml",
-     "d/qrels/train.tsv: 1 judgements name a passage that"),
+     "d/qrels/train.tsv: 1 judgement of a passage that"),
     ("d/qrels/train.tsv", None, "train --config config.yaml",
      "d: split 'train' not found; available: test"),
     ("run.trec", "", TO_EVALUATE_A_RUN, "run.trec: is empty; expected a TREC run with six columns"),
@@ -543,7 +543,7 @@ def test_the_sound_files_are_accepted(capsys):
         assert main(command.split()) == 0, command
     capsys.readouterr()
     assert main(TO_EVALUATE_A_RUN.split()) == 0
-    assert "1 of 3 judged queries have no result" in capsys.readouterr().err
+    assert "no result for 1 of 3 judged queries" in capsys.readouterr().err
     pickle.loads(PICKLE)
     assert Path("canary").is_dir()
 
@@ -616,7 +616,7 @@ ADDED: list[tuple[dict[str, str], list[str]]] = [
     ({"qrels/train.tsv": "q0\tp0\t2\nq0\tp1\tgood\nq0\tp1\n"},
      ["train.tsv:5: query 'q0' and passage 'p0' have grade 2 here and 1 earlier",
       "train.tsv:6: the grade is 'good'; it must be an integer",
-      "train.tsv:7: found 2 columns; a line must have 3 columns"]),
+      "train.tsv:7: found 2 columns; a line must have 3: query"]),
     ({"qrels/train.tsv": "q9\tp0\t1\nq8\tp9\t1\nq9\tp9\t1\n"},
      ["train.tsv:5: unknown query id 'q9'; queries.jsonl has no such id",
       "train.tsv:6: unknown query id 'q8'; queries.jsonl has no such id"]),
@@ -666,7 +666,7 @@ def test_repair_accepts_what_it_repairs_and_nothing_else():
     put("d/corpus.jsonl", repaired)
     with pytest.raises(InputError, match="2 errors"):
         check("d", "train")
-    with pytest.warns(UserWarning, match=r"1 passages (are skipped|have no text)"):
+    with pytest.warns(UserWarning, match=r"1 passage with"):
         assert check("d", "train", DataPolicy(repair=True))["passages"] == 4
     put("d/corpus.jsonl", repaired + "{\n")
     with pytest.raises(InputError, match=r"corpus\.jsonl:6: not usable JSON"):

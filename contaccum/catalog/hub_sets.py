@@ -43,6 +43,7 @@ from contaccum.formats.training import FORMATS
 from contaccum.runtime.cache import cached_folder, file_key
 from contaccum.runtime.files import read_json, write_json
 from contaccum.runtime.hub import hub_errors
+from contaccum.runtime.units import counted
 
 FIELDS = ("query", "pos", "neg", "query_id")
 FAILURES: tuple[Any, ...] = (
@@ -238,8 +239,8 @@ def fetch_hub(name: HubName, split: str) -> Path:
     folder = cached_folder("hub", key, write)
     if labelled_0 := read_json(folder / LABELS, int):
         warnings.warn(
-            f"{name.text}: {labelled_0} rows have label 0, but the column label is not read, and "
-            "every row is a positive pair. If 0 means not relevant, remove these rows.",
+            f"{name.text}: {counted(labelled_0, 'row')} with label 0. The column label is not "
+            "read, every row is a positive pair. If 0 means not relevant, remove these rows.",
             stacklevel=2,
         )
     return folder / "examples.jsonl"

@@ -185,15 +185,15 @@ def refuse_unknown(given: Mapping[str, Given], known: Collection[str]) -> None:
 
 
 def hint(name: str, known: Collection[str], prefix: str = "") -> str:
-    """Return the end of an error message about an unknown setting: the closest name, or nothing.
+    """Return the end of an error message about an unknown setting: the closest setting or group.
 
-    known: names of the settings that exist. prefix: text before each setting, such as ``--``.
+    Empty if none is close. known: names of the settings that exist. prefix: text before each
+    setting, such as ``--``.
     """
-    inner = [each for each in known if each.startswith(f"{name}.")]
-    if inner:
-        return f"; {name} is a group of settings, such as {prefix}{inner[0]}"
+    groups = {each.partition(".")[0] for each in known if "." in each}
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    if not near:  # without its group, in another group, or as initials such as lr
+    # without its group, in another group, or as initials such as lr
+    if not near and name not in groups:
         group, _, last = name.rpartition(".")
         names = {each: each.rpartition(".")[2] for each in known}
         like = [last] if last in names.values() else []
@@ -202,7 +202,12 @@ def hint(name: str, known: Collection[str], prefix: str = "") -> str:
         near = sorted(each for each in known if names[each] in like)
         if not near and group in known:  # such as model.name where model is the setting
             near = [group]
-    return f"; did you mean {' or '.join(prefix + each for each in near)}?" if near else ""
+    if near:
+        return f"; did you mean {' or '.join(prefix + each for each in near)}?"
+    for group in difflib.get_close_matches(name, sorted(groups), n=1):
+        setting = next(each for each in known if each.startswith(f"{group}."))
+        return f"; {group} is a group of settings, such as {prefix}{setting}"
+    return ""
 
 
 def _initials(name: str) -> str:
@@ -474,8 +479,8 @@ def config_path(name: str | Path) -> str:
     if path in ready and not os.path.isfile(path):
         return ready[path]
     if not os.path.lexists(path):
-        raise InputError(
-            f"{path}: no such file, and no ready-made config has this name; choose one of "
-            f"{', '.join(ready)}"
-        )
+        near = difflib.get_close_matches(path, ready, n=1)
+        near = near or [each for each in ready if each.endswith(f"/{path}")]
+        advice = f"did you mean {' or '.join(near)}?" if near else f"they are in {READY}"
+        raise InputError(f"{path}: no such file, and no ready-made config has this name; {advice}")
     return path

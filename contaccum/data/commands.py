@@ -57,6 +57,7 @@ from contaccum.formats.records import (
 )
 from contaccum.formats.training import FORMATS, Form, example_line, framed
 from contaccum.runtime.files import sweep, whole_folder
+from contaccum.runtime.units import counted
 
 Stats = dict[str, Any]
 IN_TRAIN = "queries answered by a passage that is also a positive in train"
@@ -285,8 +286,9 @@ def convert(
         with whole_records(target) as file:
             file.writelines(framed((example_line(example, to) for example in examples), to))
         return (
-            f"{target}: {len(answerable)} queries with {positives.sum()} positives and "
-            f"{negatives.sum()} hard negatives"
+            f"{target}: {counted(len(answerable), 'query')} with "
+            f"{counted(positives.sum(), 'positive')} and "
+            f"{counted(negatives.sum(), 'hard negative')}"
         )
     grades: Mapping[str, Iterable[tuple[str, str, int]]]
     if shares is None:
@@ -301,11 +303,11 @@ def convert(
     with whole_folder(target) as folder:
         queries = beir_records(found.queries.select(answerable))
         write_beir_folder(folder, beir_records(found.passages), queries, grades)
-    lines = [f"{target}: {len(found.passages)} passages"]
+    lines = [f"{target}: {counted(len(found.passages), 'passage')}"]
     for name in grades:
         chosen = np.array(split_of) == name
-        judgements = (positives + negatives)[chosen].sum()
-        lines.append(f"{name}: {chosen.sum()} queries, {judgements} judgements")
+        judgements = counted((positives + negatives)[chosen].sum(), "judgement")
+        lines.append(f"{name}: {counted(chosen.sum(), 'query')}, {judgements}")
     return "\n".join(lines)
 
 
@@ -349,8 +351,9 @@ def splits_of_queries(
         part = texts[first : round(total * len(texts))]
         if not part:
             raise InputError(
-                f"{source}: has {len(texts)} different queries, too few for a split {split} with "
-                f"a share of {share:g}; raise this share in --splits, or give more queries"
+                f"{source}: has {counted(len(texts), 'different query')}, too few for a split "
+                f"{split} with a share of {share:g}; raise this share in --splits, or give "
+                "more queries"
             )
         split_of.update(dict.fromkeys(part, split))
     return [split_of[text] for text in hashes.tolist()]

@@ -31,6 +31,7 @@ from contaccum.formats.readers import beir_file, numbered_corpus, numbered_queri
 from contaccum.formats.records import OnError, SourceLocation, is_blank, stop
 from contaccum.runtime.cache import file_key
 from contaccum.runtime.progress import Progress
+from contaccum.runtime.units import counted
 
 REPAIR = "Use --repair (in training: --data.repair true)"
 
@@ -55,12 +56,11 @@ def open_corpus(path: Path, policy: DataPolicy) -> Corpus:
     )
     if about["repeated"]:
         warnings.warn(
-            f"{source}: {about['repeated']} passages are skipped, because a later passage has the "
-            "same id",
+            f"{source}: skipped {counted(about['repeated'], 'passage')} with the id of a later one",
             stacklevel=4,
         )
     if about["empty"]:
-        warnings.warn(f"{source}: {about['empty']} passages have no text", stacklevel=4)
+        warnings.warn(f"{source}: {counted(about['empty'], 'passage')} without text", stacklevel=4)
     passages = folder / "passages.arrow"
     table = Dataset.from_file(str(passages))
     return Corpus(table, text_hashes(passages), about["fingerprint"])
@@ -156,7 +156,7 @@ def read_query_texts(
         raise InputError(f"{source}: has no valid query; it needs at least one")
     if repeated:
         warnings.warn(
-            f"{source}: {repeated} queries are skipped, because a later query has the same id",
+            f"{source}: skipped {counted(repeated, 'query')} with the id of a later one",
             stacklevel=2,
         )
     return texts

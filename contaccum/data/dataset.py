@@ -143,7 +143,7 @@ class RetrievalDataset:
             )
         if judged.unknown:
             warnings.warn(
-                f"{judged.unknown_judgements()}; these passages count as not found", stacklevel=3
+                f"{judged.unknown_judgements()}; such passages count as not found", stacklevel=3
             )
         return judged
 

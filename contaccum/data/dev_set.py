@@ -20,6 +20,7 @@ from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.errors import InputError
 from contaccum.formats.records import Example, write_beir_folder
 from contaccum.runtime.files import whole_folder
+from contaccum.runtime.units import counted
 
 SHARE = 10
 """``hold_out`` puts at most one tenth (1 / SHARE) of the training queries into the dev set."""
@@ -84,8 +85,8 @@ def hold_out(
     count = min(most_queries, len(numbers) // SHARE)
     if not count:
         raise InputError(
-            f"{source.path}: has {len(numbers)} training queries; to hold out a dev set, at least "
-            f"{SHARE} queries are needed. Set data.dev to a dev set."
+            f"{source.path}: has {counted(len(numbers), 'training query')}; to hold out a dev set, "
+            f"at least {SHARE} are needed. Set data.dev to a dev set."
         )
     texts, ids = (examples.queries[column][:] for column in ("text", "id"))
     held = {ids[number]: texts[number] for number in sorted(numbers[:count])}

@@ -42,11 +42,16 @@ from contaccum.formats.records import (
 )
 from contaccum.runtime.cache import file_key
 from contaccum.runtime.progress import Progress
+from contaccum.runtime.units import counted
 
 _BATCH = 1000  # number of queries that are read at a time
 POSITIVE, NEGATIVE, OTHER = range(3)  # kinds of passages of an example
 _LISTS = ("positives", "negatives", "others")
-COPIES = "hard negatives have the text of a positive of their query; they are left out"
+
+
+def left_out(copies: int) -> str:
+    """Return the warning about hard negatives with the text of a positive of their query."""
+    return f"left out {counted(copies, 'hard negative')} with the text of a positive of the query"
 
 
 class Lists(NamedTuple):
@@ -151,10 +156,10 @@ def load_examples(path: Path, policy: DataPolicy) -> ExampleTable:
     folder, about = cached_tables(
         "examples", file_key(path), lambda folder: build_examples(path, folder)
     )
-    for count, sentence, first in about["problems"]:
+    for sentence, first in about["problems"]:
         if policy.strict:
             raise InputError(first)
-        warnings.warn(f"{path}: {count} {sentence}", stacklevel=4)
+        warnings.warn(f"{path}: {sentence}", stacklevel=4)
     if not about["examples"]:
         raise InputError(f"{path}: has no valid example; it needs at least one")
     queries = folder / "queries.arrow"
@@ -216,22 +221,25 @@ def build_examples(path: Path, folder: Path, on_error: OnError = stop) -> dict[s
     for name in _LISTS:
         getattr(grouped, name).save(folder / f"{name}.npz")
 
-    problems = []  # number of cases, sentence, error of the first case
+    problems = []  # sentence about all cases, error of the first case
     unanswerable = np.flatnonzero(grouped.positives.lengths == 0)
     if len(unanswerable):
         first = locations[query_of_record.index(unanswerable[0])]
         error = first.error("the query has no positive; every query needs a positive")
-        problems.append([len(unanswerable), "queries without a positive are skipped", str(error)])
+        skipped = f"skipped {counted(len(unanswerable), 'query')} without a positive"
+        problems.append([skipped, str(error)])
     if len(grouped.copies):
         first = locations[records[grouped.copies.min()]]
         error = first.error(
             "a hard negative has the text of a positive of its query; it needs another text"
         )
-        problems.append([len(grouped.copies), f"{COPIES} (the first: {first})", str(error)])
-    for what, texts in (("query ids", queries), ("passage ids", passages)):
+        sentence = f"{left_out(len(grouped.copies))} (the first: {first})"
+        problems.append([sentence, str(error)])
+    for what, texts in (("query id", queries), ("passage id", passages)):
         if texts.repeated:
-            sentence = f"{what} stand for several texts; these texts get new ids"
-            problems.append([len(texts.repeated), sentence, next(iter(texts.repeated.values()))])
+            ids = counted(len(texts.repeated), what)
+            sentence = f"{ids} used for several texts; these texts get new ids"
+            problems.append([sentence, next(iter(texts.repeated.values()))])
     return {
         "fingerprint": fingerprint,
         "examples": len(queries.rows),

@@ -20,11 +20,12 @@ from contaccum.data.corpus import (
     queries_file,
     read_query_texts,
 )
-from contaccum.data.examples import COPIES, ExampleTable, lists_of, load_examples
+from contaccum.data.examples import ExampleTable, left_out, lists_of, load_examples
 from contaccum.data.identity import text_hash
 from contaccum.errors import InputError
 from contaccum.formats.readers import beir_file, read_qrels
 from contaccum.formats.records import OnError, SourceLocation, stop
+from contaccum.runtime.units import counted
 
 Qrels = dict[str, dict[str, int]]
 """Query id -> passage id -> grade."""
@@ -65,8 +66,8 @@ class JudgedSplit(RetrievalSet):
         count = sum(passage in self.unknown for grades in self.qrels.values() for passage in grades)
         passage, line = next(iter(self.unknown.items()))
         return (
-            f"{self.source}: {count} judgements name a passage that is not in the corpus (first: "
-            f"{passage!r} in line {line})"
+            f"{self.source}: {counted(count, 'judgement')} of a passage that is not in the corpus "
+            f"(first: {passage!r} in line {line})"
         )
 
     def examples(self, repair: bool = False, merge: bool = True) -> ExampleTable:
@@ -98,7 +99,7 @@ class JudgedSplit(RetrievalSet):
         numbers, kinds, rows = np.array(entries, dtype=np.int64).reshape(-1, 3).T
         lists = lists_of(numbers, kinds, rows, self.passage_hashes, len(queries))
         if len(lists.copies):
-            warnings.warn(f"{self.source}: {len(lists.copies)} {COPIES}", stacklevel=4)
+            warnings.warn(f"{self.source}: {left_out(len(lists.copies))}", stacklevel=4)
         _, ids, texts = zip(*queries.values(), strict=True)
         return ExampleTable(
             Dataset.from_dict({"id": ids, "text": texts}),
@@ -219,7 +220,7 @@ def keep_answerable(source: Path, qrels: Qrels, strict: bool) -> Qrels:
         raise InputError(f"{source}: no query has a positive; at least one grade must be above 0")
     if without:
         warnings.warn(
-            f"{source}: {len(without)} queries without a positive are skipped", stacklevel=4
+            f"{source}: skipped {counted(len(without), 'query')} without a positive", stacklevel=4
         )
     return kept
 
@@ -231,8 +232,8 @@ def warn_of_own_ids(source: Path, qrels: Qrels) -> None:
     """
     if count := sum(grades.get(query, 0) > 0 for query, grades in qrels.items()):
         warnings.warn(
-            f"{source}: {count} queries have the same id as one of their positives. As in BEIR, a "
-            "search leaves out the passage with the id of the query, so these positives count as "
+            f"{source}: {counted(count, 'query')} with the id of a positive. As in BEIR, a search "
+            "leaves out the passage with the id of the query, so these positives count as "
             "not found. Use different ids, such as q1 and p1.",
             stacklevel=4,
         )

@@ -12,6 +12,7 @@ import numpy as np
 from contaccum.batch import MISSING
 from contaccum.data.train_set import TrainSet
 from contaccum.errors import InputError
+from contaccum.runtime.units import counted
 
 # Each constant gives an independent random stream, so the number of hard negatives does not affect
 # the choice of positives.
@@ -92,7 +93,8 @@ class StepSampler:
             if hard_negatives > 1:
                 few = f"fewer than {hard_negatives} hard negatives"
             warnings.warn(
-                f"{short} of {len(self._negatives)} queries have {few}; random passages are added",
+                f"{few} for {short} of {counted(len(self._negatives), 'query')}; random passages "
+                "are added",
                 stacklevel=2,
             )
 

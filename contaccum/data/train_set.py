@@ -15,6 +15,7 @@ from contaccum.data.identity import first_with_same_text, text_hash
 from contaccum.data.tables import Ragged
 from contaccum.errors import InputError
 from contaccum.formats.records import record_line
+from contaccum.runtime.units import counted
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ def check_scores(names: Sequence[str], sets: Sequence[TrainSet]) -> None:
         without = int((~queries).sum())
         if without:
             warnings.warn(
-                f"{name}: distillation needs the teacher scores of a positive and a negative, but "
-                f"{without} of {len(queries)} queries lack them. For these queries, the loss is "
-                "InfoNCE only.",
+                f"{name}: distillation needs the teacher scores of a positive and a negative, "
+                f"which are missing for {without} of {counted(len(queries), 'query')}. There, the "
+                "loss is InfoNCE only.",
                 stacklevel=3,
             )
 
@@ -102,8 +103,8 @@ def check_hard_negatives(name: str, examples: TrainSet) -> None:
     """
     without, count = int(np.count_nonzero(examples.negatives.lengths == 0)), len(examples.queries)
     found = (
-        f"{name}: {without} of {count} queries have no hard negative, and in_batch_negatives is "
-        "false"
+        f"{name}: no hard negative for {without} of {counted(count, 'query')}, and "
+        "in_batch_negatives is false"
     )
     if without == count:
         raise InputError(
@@ -111,9 +112,7 @@ def check_hard_negatives(name: str, examples: TrainSet) -> None:
             "negatives."
         )
     if without:
-        warnings.warn(
-            f"{found}. These queries have no negatives, so their loss is 0.", stacklevel=3
-        )
+        warnings.warn(f"{found}. Without negatives, the loss of a query is 0.", stacklevel=3)
 
 
 def _has_scores(lists: Ragged) -> np.ndarray:

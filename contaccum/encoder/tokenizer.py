@@ -24,6 +24,7 @@ from contaccum.encoder.folders import ModelFile, TowerFiles
 from contaccum.errors import InputError
 from contaccum.runtime.checks import require_known_ids
 from contaccum.runtime.hub import optional_json
+from contaccum.runtime.units import counted
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 # texts that are sorted by length together; more mean less padding, but a later first batch
@@ -111,8 +112,8 @@ def check_prefix(tokenizer: Any, prefix: str, max_length: int, side: str, source
         )
     if 2 * left < max_length:
         warnings.warn(
-            f"{found}, so only {left} tokens of a {side} are used. Shorten the prefix, or raise "
-            f"max_{side}_length.",
+            f"{found}, which leaves {counted(left, 'token')} for a {side}. Shorten the prefix, "
+            f"or raise max_{side}_length.",
             stacklevel=2,
         )
 

@@ -9,6 +9,7 @@ import pytrec_eval
 
 from contaccum.errors import InputError
 from contaccum.runtime.files import check_type, read_json, write_json
+from contaccum.runtime.units import counted
 
 if TYPE_CHECKING:
     from contaccum.retrieval.runs import Run
@@ -98,7 +99,8 @@ def evaluate_run(
         )
     if missing := sum(not judged_run.get(query_id) for query_id in qrels):
         warnings.warn(
-            f"{missing} of {len(qrels)} judged queries have no result; their metrics are 0",
+            f"no result for {missing} of {counted(len(qrels), 'judged query')}; there, metrics "
+            "are 0",
             stacklevel=2,
         )
     names = {f"{measure}.{','.join(map(str, cutoffs))}" for measure in MEASURES.values()}
@@ -174,7 +176,7 @@ def render_metrics(metrics: Metrics, metric: str = "ndcg@10") -> str:
     mean = metrics["mean"]
     if not all("@" in name for name in mean):  # answer accuracy: top1, top5, ...
         return "\n".join(f"{name:8s} {value:.4f}" for name, value in mean.items())
-    last_line = f"{metrics['queries']} queries"
+    last_line = counted(metrics["queries"], "query")
     if metric in mean and metrics["per_query"]:  # BEIR gives no values of queries
         # imports scipy.stats, which takes a second and training does not need
         from contaccum.evaluation.significance import mean_interval

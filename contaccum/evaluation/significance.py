@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from scipy import stats
 
 from contaccum.errors import InputError
+from contaccum.runtime.units import counted
 
 RESAMPLES = 9999
 """Number of random sign flips. With n <= 13 queries, all 2^n sign flips are used instead."""
@@ -195,9 +196,9 @@ def render_comparison(found: Comparison, measure: str, against: str) -> str:
     """Return a comparison as one line of text. against: name of the second system."""
     return (
         f"{measure} {found.difference:+.4f} against {against} (95 % interval {found.low:+.4f} to "
-        f"{found.high:+.4f}; better on {found.wins} and worse on {found.losses} of {found.queries} "
-        f"queries; p {_compared(found.p_permutation)} by permutation, p {_compared(found.p_t)} by "
-        "t-test)"
+        f"{found.high:+.4f}; better on {found.wins} and worse on {found.losses} of "
+        f"{counted(found.queries, 'query')}; p {_compared(found.p_permutation)} by permutation, "
+        f"p {_compared(found.p_t)} by t-test)"
     )
 
 
@@ -209,9 +210,9 @@ def _values(scores: QueryScores, queries: list[str], measure: str) -> np.ndarray
     if sorted(scores) != queries:
         other = next(iter(set(scores) ^ set(queries)))
         raise InputError(
-            f"the runs were evaluated on different queries: one run has {len(queries)} queries, "
-            f"another has {len(scores)}. For example, query {other!r} is in only one of these two "
-            "runs."
+            "the runs were evaluated on different queries: one run has "
+            f"{counted(len(queries), 'query')}, another has {len(scores)}. For example, query "
+            f"{other!r} is in only one of these two runs."
         )
     for known in scores.values():
         if measure not in known:

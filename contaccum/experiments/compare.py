@@ -46,6 +46,7 @@ from contaccum.experiments.tuning import (
 from contaccum.runtime.files import created_folder, write_json
 from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
+from contaccum.runtime.units import counted
 
 BASELINES: tuple[Kind, ...] = ("bm25", "untrained")
 FULL = Fraction(1)
@@ -244,7 +245,7 @@ class Study:
         )
         if failed:
             raise Failed(
-                f"{len(failed)} runs failed. The first is {problems[0]} (logs: "
+                f"{counted(len(failed), 'run')} failed. The first is {problems[0]} (logs: "
                 f"{self.output / 'jobs'}). {page} shows the other runs"
             )
         return f"{console_table(groups, metric, found, width)}\n\n{page}"

@@ -30,7 +30,7 @@ from contaccum.methods.bank import Bank
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.prefetch import prefetch
 from contaccum.runtime.processes import encoding_device
-from contaccum.runtime.units import duration, gigabytes
+from contaccum.runtime.units import counted, duration, gigabytes
 from contaccum.training import automatic, parts
 from contaccum.training.log import mean_losses
 from contaccum.training.out_of_memory import out_of_memory
@@ -171,8 +171,8 @@ class Probe:
             peaks[size] = self.peak(size)
         if peaks[small[0]] == math.inf:
             raise InputError(
-                f"{self.config.method}: a micro-batch of {small[0]} pairs does not fit into the "
-                "memory of this device. Lower model.max_passage_length."
+                f"{self.config.method}: a micro-batch of {counted(small[0], 'pair')} does not fit "
+                "into the memory of this device. Lower model.max_passage_length."
             )
         # a larger micro-batch takes less time per pair
         longest = duration((time.perf_counter() - began) * n / small[-1])

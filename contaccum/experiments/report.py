@@ -20,6 +20,7 @@ from contaccum.experiments.run_records import (
     load_run_record,
 )
 from contaccum.runtime.files import write_text
+from contaccum.runtime.units import counted
 
 SIGNIFICANT = 0.05  # largest p value of a significant difference
 ABOUT_P = (
@@ -48,7 +49,7 @@ def console_report(
     tested = {frozenset(run.per_query): run for run in runs if run.per_query}
     if len(tested) > 1:
         first, second, *_ = (
-            f"{run.folder} has {len(run.per_query)} queries" for run in tested.values()
+            f"{run.folder} has {counted(len(run.per_query), 'query')}" for run in tested.values()
         )
         warnings.warn(
             f"the runs were evaluated on different test queries ({first}, {second}); their metrics "
@@ -157,7 +158,8 @@ def results_section(
     ]
     if found:
         footnotes.append(
-            f"The difference is a mean over seeds and {found[0].found.queries} queries, the "
+            "The difference is a mean over seeds and "
+            f"{counted(found[0].found.queries, 'query')}, the "
             "interval is over queries. p queries (a permutation test with sign flips) asks whether "
             "the difference of these trained models holds for other queries. p asks whether it "
             "holds for other queries and other seeds (min F', Clark 1973); with fewer than two "

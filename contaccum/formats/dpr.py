@@ -15,6 +15,7 @@ from contaccum.formats.records import (
     stop,
 )
 from contaccum.runtime.checks import require_utf8
+from contaccum.runtime.units import counted
 
 MAX_CELL = 131_072  # default limit of the csv module: number of characters of a cell
 _HEADER = ["id", "text", "title"]
@@ -36,8 +37,8 @@ def dpr_corpus(path: Path, on_error: OnError = stop) -> Iterator[tuple[SourceLoc
         elif len(row) != 3:
             on_error(
                 location.error(
-                    f"found {len(row)} columns; each row needs three columns separated by tabs: "
-                    "id, text, title"
+                    f"found {counted(len(row), 'column')}; each row needs three columns "
+                    "separated by tabs: id, text, title"
                 )
             )
         elif not row[0]:

@@ -32,6 +32,7 @@ from contaccum.formats.records import (
     stop,
 )
 from contaccum.formats.training import FORMATS, TrainingKind
+from contaccum.runtime.units import counted
 
 Kind = Literal["beir", "dpr", "jsonl", "tevatron", "corpus", "queries", "questions"]
 Key = Annotated[str, Meta(min_length=1)] | int
@@ -130,8 +131,9 @@ def read_qrels(path: Path, on_error: OnError = stop) -> Iterator[Judgement]:
         if len(cells) not in ((3, 4) if is_first else (columns,)):
             on_error(
                 location.error(
-                    f"found {len(cells)} columns; a line must have {columns or '3 or 4'} columns: "
-                    "query-id, corpus-id, score, or TREC's query, iteration, passage, grade"
+                    f"found {counted(len(cells), 'column')}; a line must have "
+                    f"{columns or '3 or 4'}: query-id, corpus-id, score, or TREC's query, "
+                    "iteration, passage, grade"
                 )
             )
             continue

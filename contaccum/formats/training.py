@@ -18,6 +18,7 @@ from contaccum.formats.records import (
     content_id,
     record_line,
 )
+from contaccum.runtime.units import counted
 
 TrainingKind = Literal["dpr", "jsonl", "tevatron"]
 Form = Literal["beir", TrainingKind]
@@ -99,8 +100,8 @@ class JsonlRecord(Struct):
                 values = getattr(self, column) or [UNSET] * len(texts)
                 if len(values) != len(texts):
                     raise ValueError(
-                        f"found {len(values)} values in {column!r} but {len(texts)} texts in "
-                        f"{name!r}; each text needs one"
+                        f"found {counted(len(values), 'value')} in {column!r} but "
+                        f"{counted(len(texts), 'text')} in {name!r}; each text needs one"
                     )
                 columns.append(values)
             lists.append(

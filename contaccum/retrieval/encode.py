@@ -44,7 +44,7 @@ from contaccum.runtime.launch import is_main
 from contaccum.runtime.locks import folder_lock, waiting_lock
 from contaccum.runtime.processes import ALONE, Processes, joined
 from contaccum.runtime.progress import Progress
-from contaccum.runtime.units import gigabytes
+from contaccum.runtime.units import counted, gigabytes
 
 if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
@@ -389,8 +389,8 @@ def encode(
     )
     if finished:
         return (
-            f"{output}: {texts.rows} {kind} vectors of {encoder.dim} numbers, encoded in "
-            f"{encoder.precision}"
+            f"{output}: {counted(texts.rows, f'{kind} vector')} of {encoder.dim} numbers, encoded "
+            f"in {encoder.precision}"
         )
     return (
         f"{output}: process {group.rank} of {group.world} has finished its shards; other "

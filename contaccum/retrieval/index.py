@@ -17,6 +17,7 @@ from contaccum.retrieval.exact import best_first
 from contaccum.retrieval.faiss_library import GPU_LIMIT, load_faiss, reason_of, search_gpus
 from contaccum.retrieval.shards import MANIFEST, Shards, count_rows, row_blocks
 from contaccum.runtime.files import read_json, sha256_of, whole_folder, write_json
+from contaccum.runtime.units import counted
 
 VERSION = 1
 INDEX_FILE = "index.faiss"
@@ -64,7 +65,7 @@ class Index:
         faiss = load_faiss()
         factory = origin.factory
         rows, dimension = count_rows(shards), shards[0].vectors.shape[1]
-        problem = f"index {factory!r}: faiss cannot build it for {rows} passages"
+        problem = f"index {factory!r}: faiss cannot build it for {counted(rows, 'passage')}"
         with library_errors(problem, RuntimeError, MemoryError, reason=reason_of):
             index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
             if not index.is_trained:

@@ -27,6 +27,7 @@ from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, Retriever, index_
 from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.files import write_json
 from contaccum.runtime.processes import ALONE, Processes, encoding_device
+from contaccum.runtime.units import counted
 
 if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
@@ -131,7 +132,7 @@ def write_mined(
     numbers = []  # number of negatives of each example
     scores: dict[str, list[float]] = {"positives": [], "negatives": [], "margins": []}
 
-    def counted() -> Iterator[bytes]:
+    def lines() -> Iterator[bytes]:
         for example in mined:
             removed.update(example["removed"])
             numbers.append(len(example["negatives"]))
@@ -142,13 +143,14 @@ def write_mined(
 
     # after a kill, neither file exists or only the report: an output that exists is complete
     with whole_records(output) as file:
-        file.writelines(framed(counted(), to))
+        file.writelines(framed(lines(), to))
         empty = numbers.count(0)
         if 2 * empty > len(numbers):
+            reasons = ", ".join(f"{name} {count}" for name, count in removed.items())
             sentence = (
-                f"{output}: {empty} of {len(numbers)} queries got no negative (candidates removed: "
-                f"{', '.join(f'{name} {count}' for name, count in removed.items())}). The search "
-                "found nothing else, or the filters are too strict."
+                f"{output}: no negative for {empty} of {counted(len(numbers), 'query')} "
+                f"(candidates removed: {reasons}). The search found nothing else, or the filters "
+                "are too strict."
             )
             if empty == len(numbers):
                 raise InputError(sentence)
@@ -253,11 +255,12 @@ def about_path(output: str | Path) -> Path:
 
 def render_mined(report: Mapping[str, Any], output: str | Path) -> str:
     """Format a mining report as text."""
-    head = f"{output}: {report['negatives']} negatives for {report['queries']} queries"
+    negatives = counted(report["negatives"], "negative")
+    head = f"{output}: {negatives} for {counted(report['queries'], 'query')}"
     if report["queries_with_fewer"]:
         most = report["settings"]["num_negatives"]
         number = "no negative" if most == 1 else f"fewer than {most} negatives"
-        head += f"; {report['queries_with_fewer']} queries have {number}"
+        head += f"; {number} for {counted(report['queries_with_fewer'], 'query')}"
     taken = ", ".join(f"{name} {count}" for name, count in report["removed"].items())
     table = [" " * 10 + "".join(f"{name:>10s}" for name in SPREAD)]
     table += [

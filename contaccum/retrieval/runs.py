@@ -18,6 +18,7 @@ from datasets import Dataset
 from contaccum.data.corpus import find_rows
 from contaccum.errors import InputError
 from contaccum.formats.records import numbered_lines, whole_records
+from contaccum.runtime.units import counted
 
 Run = dict[str, list[tuple[str, float]]]
 """Query id -> list of (passage id, score), best first."""
@@ -91,7 +92,7 @@ def read_run(path: str | Path) -> Run:
     for location, line in numbered_lines(path):
         columns = line.split()
         if len(columns) != 6:
-            raise location.error(f"found {len(columns)} columns; expected {_COLUMNS}")
+            raise location.error(f"found {counted(len(columns), 'column')}; expected {_COLUMNS}")
         query_id, _, passage_id, _, score, _ = columns
         hits = scores.setdefault(query_id, {})
         if passage_id in hits:

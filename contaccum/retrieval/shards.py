@@ -22,6 +22,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from contaccum.errors import InputError
 from contaccum.runtime.files import read_json, sha256_of, whole_file, write_json, write_text
 from contaccum.runtime.processes import PRECISIONS
+from contaccum.runtime.units import counted
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -234,8 +235,8 @@ class ShardFolder(Sequence[Shard]):
         if not path.is_file():
             finished = len(list(self.folder.glob("*.shard.json")))
             raise InputError(
-                f"{self.folder}: has no {MANIFEST}, only {finished} finished shards. Run "
-                "`contaccum encode` to the end."
+                f"{self.folder}: has no {MANIFEST}, only {counted(finished, 'finished shard')}. "
+                "Run `contaccum encode` to the end."
             )
         manifest = read_json(path, _Manifest, version=VERSION)
         self.job, self.dimension, self._records = manifest.job, manifest.dimension, manifest.shards

@@ -1,4 +1,11 @@
-"""Sizes and durations as text."""
+"""Counts, sizes and durations as text."""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number and its noun, such as: 1 query, 2 queries, 0 hard negatives."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun[:-1]}ies" if noun.endswith("y") else f"{number} {noun}s"
 
 
 def gigabytes(size: float) -> str:

@@ -17,6 +17,7 @@ from contaccum.encoder.tower import can_unpad
 from contaccum.runtime import sharding
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.processes import encoding_device
+from contaccum.runtime.units import counted
 from contaccum.training.out_of_memory import out_of_memory
 from contaccum.training.run_folder import CONFIG_FILE, flat, read_config
 
@@ -87,8 +88,8 @@ def choose(config: TrainConfig, engine: Engine, encoder: DualEncoder) -> TrainCo
         fitting = fitting_pairs(config, engine, encoder)
         if fitting > size and engine.is_main:
             print(
-                f"micro-batches of {size} pairs; {fitting} would fit, take less time and give each "
-                "query more negatives (batch.micro_batch_size)",
+                f"micro-batches of {counted(size, 'pair')}; {fitting} would fit, take less time "
+                "and give each query more negatives (batch.micro_batch_size)",
                 file=sys.stderr,
             )
     return replace(config, model=model, batch=batch)
@@ -201,7 +202,8 @@ def choices(config: TrainConfig) -> list[str]:
         size = config.micro_batch_size(1)
         why = "the whole step" if config.spec.whole else "it decides the negatives of a query"
         lines.append(
-            f"batch.micro_batch_size of {config.method}: {size} pairs in one process ({why})"
+            f"batch.micro_batch_size of {config.method}: {counted(size, 'pair')} in one process "
+            f"({why})"
         )
     precision, backend = "fp32", "the faster of faiss and torch, timed in the first large search"
     if device == "cuda":
@@ -218,7 +220,8 @@ def description(config: TrainConfig) -> str:
     padding = "without padding" if config.model.unpad else "with padding"
     size = config.micro_batch_tokens
     micro_batches = (
-        f"micro-batches of {config.batch.micro_batch_size} pairs (batch.micro_batch_size)"
+        f"micro-batches of {counted(int(config.batch.micro_batch_size), 'pair')} "
+        "(batch.micro_batch_size)"
         if size is None
         else f"micro-batches of at most {size} tokens (batch.micro_batch_tokens)"
     )

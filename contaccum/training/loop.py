@@ -31,6 +31,7 @@ from contaccum.runtime.files import write_json, write_text
 from contaccum.runtime.launch import StopSignals, process_place, refuse_ignored_launch
 from contaccum.runtime.prefetch import prefetch
 from contaccum.runtime.processes import training_defaults
+from contaccum.runtime.units import counted
 from contaccum.training import automatic, parts, run_folder
 from contaccum.training.checkpoint import restore, save_checkpoint
 from contaccum.training.drift import Drift
@@ -198,13 +199,13 @@ class Training:
                 write_environment(self.folder, engine)
         self.log = RunLog(engine.is_main, config, self.total, self.done)
         pairs, left = config.batch.global_batch_size, self.total - self.done
-        updates = "1 update" if left == 1 else f"{left} updates"
-        self.log.say(f"training: {updates} of {pairs} pairs with {config.method}")
+        updates = f"{counted(left, 'update')} of {counted(pairs, 'pair')}"
+        self.log.say(f"training: {updates} with {config.method}")
         if pairs > self.examples:
             self.log.say(
-                f"batch.global_batch_size is {pairs}, but there are only {self.examples} training "
-                "queries, so an update has some of them several times; a smaller one makes more "
-                "updates"
+                f"batch.global_batch_size is {pairs}, but the training set has only "
+                f"{counted(self.examples, 'query')}, so an update has some of them several "
+                "times; a smaller one makes more updates"
             )
         settings = self.encoder.settings
         self.log.say(
@@ -540,8 +541,8 @@ class Training:
         settings = SearchConfig(batch_tokens=self.config.run.eval_batch_tokens, cache=cache)
         if not self.log.bar_shown:
             self.log.say(
-                f"step {self.done}: evaluating on {len(self.dev.queries)} dev queries and "
-                f"{len(self.dev.corpus)} passages"
+                f"step {self.done}: evaluating on {counted(len(self.dev.queries), 'dev query')} "
+                f"and {counted(len(self.dev.corpus), 'passage')}"
             )
         with self.engine.unmeasured(), self.engine.autocast():
             metrics = evaluate(

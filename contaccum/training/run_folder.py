@@ -42,6 +42,7 @@ from contaccum.runtime.files import (
 )
 from contaccum.runtime.launch import is_main
 from contaccum.runtime.locks import LOCK_FILE, folder_lock
+from contaccum.runtime.units import counted
 
 CONFIG_FILE = "config.yaml"
 DEV_METRICS_FILE = "dev_metrics.json"  # metrics of the best evaluation on dev
@@ -252,9 +253,10 @@ def is_finished(config: TrainConfig) -> bool:
     total = total_steps(config, finished["examples"])
     if total > finished["total"]:
         raise InputError(
-            f"{run}: this run ended after {finished['total']} steps and deleted its checkpoints, "
-            f"so it cannot continue to {total} steps. Start a new run from {run / 'model'} (as "
-            "model.name), and set run.keep_checkpoints to be able to continue it."
+            f"{run}: this run ended after {counted(finished['total'], 'step')} and deleted its "
+            f"checkpoints, so it cannot continue to {total} steps. Start a new run from "
+            f"{run / 'model'} (as model.name), and set run.keep_checkpoints to be able to "
+            "continue it."
         )
     return True
 

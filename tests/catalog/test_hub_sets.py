@@ -101,7 +101,7 @@ def test_columns_of_other_names_are_mapped(triplets):
         [],
         ["m"],
     ]
-    with pytest.warns(UserWarning, match="1 queries without a positive are skipped"):
+    with pytest.warns(UserWarning, match="skipped 1 query without a positive"):
         lists = open_retrieval_set(
             f"{triplets}::train?query=anchor&pos=list&query_id=number", "no such split"
         )

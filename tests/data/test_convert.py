@@ -103,16 +103,14 @@ def test_splits_divide_the_queries_by_their_text(tmp_path):
 def test_conversion_says_what_was_written(tmp_path):
     source = beir(tmp_path / "s")  # 6 passages; 3 queries with a positive and a hard negative
     write(source / "qrels" / "train.tsv", "q0\tp0\t1\nq0\tp1\t1\nq1\tp1\t1\nq1\tp2\t0\nq2\tp2\t0\n")
-    with pytest.warns(UserWarning, match="1 queries without a positive are skipped"):
+    with pytest.warns(UserWarning, match="skipped 1 query without a positive"):
         said = convert(source, tmp_path / "beir", "beir")
     assert said == f"{tmp_path / 'beir'}: 6 passages\ntrain: 2 queries, 4 judgements"
     path = tmp_path / "beir"
     divided = convert(path, tmp_path / "divided", "beir", splits="0.5,0,0.5").splitlines()
-    assert sorted(divided[1:]) == [
-        f"{split}: 1 queries, 2 judgements" for split in ("test", "train")
-    ]
+    assert sorted(divided[1:]) == [f"{split}: 1 query, 2 judgements" for split in ("test", "train")]
     said = convert(path, tmp_path / "j.jsonl", "jsonl")
-    assert said.endswith("j.jsonl: 2 queries with 3 positives and 1 hard negatives")
+    assert said.endswith("j.jsonl: 2 queries with 3 positives and 1 hard negative")
 
 
 def test_a_split_with_a_share_of_zero_is_not_written(tmp_path):

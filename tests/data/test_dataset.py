@@ -68,12 +68,12 @@ def test_other_negatives_fill_up_missing_hard_negatives(tmp_path):
 
 def test_a_query_without_a_positive_is_skipped_with_a_count_or_refused(tmp_path):
     folder = beir(tmp_path / "b", "q0\tp0\t0\nq1\tp1\t1\n")
-    with pytest.warns(UserWarning, match="1 queries"):
+    with pytest.warns(UserWarning, match="1 query "):
         assert open_train_set(folder).queries["id"][:] == ["q1"]
     with pytest.raises(InputError, match="'q0'"):
         open_train_set(folder, strict=True)
     path = write(tmp_path / "t.jsonl", lines(dpr("one?", []), dpr("two?", [context(1)])))
-    with pytest.warns(UserWarning, match="1 queries"):
+    with pytest.warns(UserWarning, match="1 query "):
         assert open_train_set(path).queries["id"][:] == ["unnamed-query-2"]
     with pytest.raises(InputError, match=":1"):
         open_train_set(path, strict=True)
@@ -188,7 +188,7 @@ def test_positives_and_hard_negatives_are_drawn_evenly():
 
 def test_missing_hard_negatives_are_counted_once_and_filled_at_random():
     train_set = numbers([[0], [1], [2]], [[3], [], []], 9)
-    with pytest.warns(UserWarning, match="2 of 3 queries have no hard negative;"):
+    with pytest.warns(UserWarning, match="no hard negative for 2 of 3 queries;"):
         sampler = StepSampler(train_set, 0, 3, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -83,7 +83,7 @@ def test_too_few_training_queries_are_refused(folder, tmp_path):
     lines = (folder / "qrels" / "train.tsv").read_text().splitlines()[: 1 + 3 * 9]
     (folder / "qrels" / "train.tsv").write_text("\n".join(lines) + "\n")
     with pytest.raises(
-        InputError, match=r"has 5 training queries; .* at least 10 queries .*Set data\.dev"
+        InputError, match=r"has 5 training queries; .* at least 10 are .*Set data\.dev"
     ):
         hold_out(open_dataset(folder, "train"), tmp_path / "data", 300, 60, seed=3)
     assert not (tmp_path / "data").exists()

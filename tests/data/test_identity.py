@@ -89,7 +89,7 @@ def test_rows_with_the_same_query_id_are_grouped(tmp_path):
 def test_a_query_id_with_two_texts_is_no_id(tmp_path):
     rows = [{"query_id": "7", "query": f"query {n}", "pos": [f"passage {n}"]} for n in range(3)]
     path = write(tmp_path / "t.jsonl", lines(*rows))
-    with pytest.warns(UserWarning, match="1 query ids stand for several texts"):
+    with pytest.warns(UserWarning, match="1 query id used for several texts"):
         table = load_examples(path)
     assert len(set(table.queries["id"][:])) == 3
     assert table.queries["text"][:] == ["query 0", "query 1", "query 2"]
@@ -133,7 +133,7 @@ def test_ids_that_name_two_texts_are_no_ids(tmp_path):
         for q in range(3)
     ]
     path = write(tmp_path / "t.json", json.dumps(records))
-    with pytest.warns(UserWarning, match="2 passage ids stand for several texts"):
+    with pytest.warns(UserWarning, match="2 passage ids used for several texts"):
         convert(path, tmp_path / "data", "beir")
     found = open_train_set(tmp_path / "data", hard_negatives=1)
     texts = found.passages["text"][:]
@@ -172,7 +172,7 @@ COPIES = [
 def test_a_hard_negative_with_the_text_of_a_positive_is_left_out(tmp_path, texts, ids):
     rows = [{"query": "q", **texts, **ids}, {"query": "other", "pos": ["b"], "neg": ["c"]}]
     path = write(tmp_path / "t.jsonl", lines(*rows))
-    warning = "1 hard negatives have the text of a positive of their query"
+    warning = "left out 1 hard negative with the text of a positive of the query"
     with pytest.warns(UserWarning, match=warning):
         check(path)
     with pytest.warns(UserWarning, match=warning):
@@ -187,7 +187,7 @@ def test_the_record_with_a_copied_negative_is_named_and_merged_records_are_count
         {"query": " q", "pos": ["a"], "neg": ["c", "b"]},  # b is a positive in line 1
     ]
     path = write(tmp_path / "t.jsonl", lines(*rows))
-    with pytest.warns(UserWarning, match=r"1 hard negatives .*\(the first: .*t\.jsonl:3\)"):
+    with pytest.warns(UserWarning, match=r"1 hard negative with .*\(the first: .*t\.jsonl:3\)"):
         found = check(path)
     assert (found["rows"], found["different queries"]) == (3, 2)
     with pytest.raises(InputError, match=r"t\.jsonl:3: a hard negative has the text of a positive"):
@@ -201,10 +201,10 @@ def test_a_judged_negative_with_the_text_of_a_positive_is_left_out(tmp_path):
     passages = {"p0": ("T", "text"), "p1": ("", "T  text"), "p2": ("", "another")}
     records = [{"_id": key, "title": a, "text": b} for key, (a, b) in passages.items()]
     write(folder / "corpus.jsonl", lines(*records))
-    with pytest.warns(UserWarning, match="1 hard negatives have the text of a positive"):
+    with pytest.warns(UserWarning, match="1 hard negative with the text of a positive"):
         found = check(folder)["splits"]["train"]
     assert found["negatives with the text of a positive"] == 1
-    with pytest.warns(UserWarning, match="1 hard negatives have the text of a positive"):
+    with pytest.warns(UserWarning, match="1 hard negative with the text of a positive"):
         found = open_train_set(folder, hard_negatives=1)
     assert [found.passages["id"][row] for row in found.negatives.values.tolist()] == ["p2"]
 

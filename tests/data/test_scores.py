@@ -98,7 +98,7 @@ def check(train_set, hard: int, batches: str = "mixed", steps: int = 12) -> int:
 @pytest.mark.parametrize("form", ["jsonl", "tevatron"])
 def test_a_step_has_the_scores_of_its_passages(form, tmp_path):
     path = written(tmp_path, form)
-    with pytest.warns(UserWarning, match="but 3 of 6 queries lack them"):
+    with pytest.warns(UserWarning, match="missing for 3 of 6 queries"):
         train_set = load_training(DataConfig(train=str(path), hard_negatives=3), scores=True)
     assert check(train_set, 3) > 60
     assert check(subset(train_set, np.array([3, 1, 4])), 2) > 20
@@ -116,7 +116,7 @@ def test_a_mixture_concatenates_scores_and_uses_nan_for_sets_without(tmp_path):
     for batches in ("mixed", "one_set"):
         assert check(load_training(data, scores=True), 2, batches) > 60
     data.mixture.append(MixtureConfig(train=sets[2]))
-    with pytest.warns(UserWarning, match="c: distillation needs .*, but 3 of 3 queries lack them"):
+    with pytest.warns(UserWarning, match="c: distillation needs .* missing for 3 of 3 queries"):
         loaded = load_training(data, scores=True)
     rows = make_sampler(loaded, 0, 64, 2)(0)
     plain = rows.queries >= 13

@@ -76,7 +76,7 @@ def test_repair_keeps_the_last_duplicate_and_empty_texts(tmp_path):
         lines(passage("a"), passage("b", ""), passage("a", "y"), passage("a", "z")),
     )
     with pytest.warns(
-        UserWarning, match=": (2 passages are skipped|1 passages have no text)"
+        UserWarning, match=": (skipped 2 passages with|1 passage without text)"
     ) as caught:
         corpus = open_corpus(path, repair=True)
     assert len(caught) == 2
@@ -103,7 +103,7 @@ def test_a_retrieval_set_has_only_judged_queries(tmp_path):
 
 def test_a_query_without_a_positive_is_counted_or_refused(tmp_path):
     folder = beir(tmp_path, "q0\tp0\t1\nq1\tp1\t0\nq2\tp1\t-1\n", "test")
-    with pytest.warns(UserWarning, match=r"test\.tsv: 2 queries"):
+    with pytest.warns(UserWarning, match=r"test\.tsv: skipped 2 queries"):
         assert open_retrieval_set(folder).qrels == {"q0": {"p0": 1}}
     assert "'q1'" in refusal(open_retrieval_set, folder, strict=True)
     assert "no query has a positive" in refusal(
@@ -161,7 +161,7 @@ def test_a_record_without_a_positive_is_counted_or_refused_each_time(tmp_path):
         tmp_path / "t.jsonl", lines(dpr("one?", [context(1)]), dpr("two?", []), dpr("three?", []))
     )
     for _ in range(2):
-        with pytest.warns(UserWarning, match=r"t\.jsonl: 2 queries without a positive"):
+        with pytest.warns(UserWarning, match=r"t\.jsonl: skipped 2 queries without a positive"):
             assert open_retrieval_set(path).queries == {"unnamed-query-1": "one?"}
     sentence = refusal(load_examples, path, strict=True)
     assert ":2" in sentence

@@ -76,8 +76,8 @@ def test_a_prefix_that_leaves_few_tokens_warns_with_both_numbers(bert):
 
     assert warned(lambda: load(4), "query_prefix") == []  # 6 of 12 tokens are left
     assert warned(lambda: load(5), "query_prefix") == [
-        "query_prefix takes 7 tokens with the special tokens, and max_query_length is 12, so only "
-        "5 tokens of a query are used. Shorten the prefix, or raise max_query_length."
+        "query_prefix takes 7 tokens with the special tokens, and max_query_length is 12, which "
+        "leaves 5 tokens for a query. Shorten the prefix, or raise max_query_length."
     ]
 
 

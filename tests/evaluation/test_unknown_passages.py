@@ -19,7 +19,7 @@ from contaccum.data.dev_set import write_dev_set
 from contaccum.errors import InputError
 from contaccum.runtime.files import read_json
 
-pytestmark = pytest.mark.filterwarnings("always:.*judgements name a passage")
+pytestmark = pytest.mark.filterwarnings("always:.*judgements? of a passage")
 
 JUDGEMENTS = "q1\td1\t1\nq1\td9\t1\nq2\td2\t1\n"
 NDCG = (1 / (1 + 1 / np.log2(3)) + 1) / 2  # 0.8066
@@ -83,12 +83,12 @@ def test_unknown_positives_count_in_the_ideal_ranking_and_in_recall(
 
 @pytest.mark.parametrize("way", ["bm25", "encoder", "beir"])
 def test_one_warning_gives_the_number(way, tmp_path):
-    with pytest.warns(UserWarning, match="judgements name") as said:
+    with pytest.warns(UserWarning, match="judgement of a passage") as said:
         WAYS[way](folder(tmp_path / "d"), tmp_path)
-    (message,) = [str(each.message) for each in said if "judgements" in str(each.message)]
-    assert "1 judgements name a passage that is not in the corpus" in message
+    (message,) = [str(each.message) for each in said if "judgement" in str(each.message)]
+    assert "1 judgement of a passage that is not in the corpus" in message
     with warnings.catch_warnings():  # negative control
-        warnings.filterwarnings("error", "judgements name")
+        warnings.filterwarnings("error", ".*judgements? of a passage")
         WAYS[way](folder(tmp_path / "whole", "q1\td1\t1\nq2\td2\t1\n"), tmp_path)
 
 
@@ -119,7 +119,7 @@ def test_training_refuses_them_and_drops_them_with_repair(tmp_path, capsys):
     command = [*TRAIN.split(), "--data.train", data, "--output_dir", str(tmp_path / "run")]
     assert main(command) == 2
     said = capsys.readouterr().err
-    assert "train.tsv: 1 judgements name a passage that is not in the corpus (first: 'd9'" in said
+    assert "train.tsv: 1 judgement of a passage that is not in the corpus (first: 'd9'" in said
     assert "--data.repair true" in said
     assert not (tmp_path / "run").exists()
     assert main([*command, "--data.repair", "true"]) == 0
@@ -130,7 +130,7 @@ def test_training_refuses_them_and_drops_them_with_repair(tmp_path, capsys):
 
 def test_a_query_whose_positives_are_all_dropped_is_left_out_of_training(tmp_path):
     data = folder(tmp_path / "d", "q1\td9\t1\nq2\td2\t1\n", ("train",))
-    with pytest.raises(InputError, match="1 judgements name a passage"):
+    with pytest.raises(InputError, match="1 judgement of a passage"):
         open_dataset(data, "train").train_set()
     with pytest.warns(UserWarning, match="training drops"):
         train_set = open_dataset(data, "train", DataPolicy(repair=True)).train_set()
@@ -139,7 +139,7 @@ def test_a_query_whose_positives_are_all_dropped_is_left_out_of_training(tmp_pat
 
 def test_data_check_counts_them(tmp_path):
     data = folder(tmp_path / "d", "q1\td1\t1\nq1\td8\t1\nq1\td9\t0\nq2\td2\t1\n")
-    with pytest.warns(UserWarning, match=r"2 judgements name .* \(first: 'd8' in line 3\)"):
+    with pytest.warns(UserWarning, match=r"2 judgements of a passage .* \(first: 'd8' in line 3\)"):
         check(data)
 
 

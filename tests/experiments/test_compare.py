@@ -106,7 +106,7 @@ def test_finished_comparison_runs_nothing_again(study_folder, capsys):
     ]  # fmt: skip
     code, said = call(capsys, study_folder, *arguments)
     assert (code, len(said.splitlines())) == (0, 1)
-    assert "1 passages are skipped" in said
+    assert "skipped 1 passage with" in said
     assert stamps(study) == before
 
 
@@ -296,7 +296,7 @@ def test_failed_run_is_named_and_the_others_are_reported(study_folder, tmp_path,
     ]  # fmt: skip
     code, said = call(capsys, study_folder, *arguments, *varied)
     assert code == 1
-    assert "1 runs failed. The first is grad_accum-learning_rate=1e9-seed0: exit code 2," in said
+    assert "1 run failed. The first is grad_accum-learning_rate=1e9-seed0: exit code 2," in said
     assert "contains NaN, infinity" in said
     page = (study / "report.html").read_text()
     assert "Failed runs, not in the tables: grad_accum-learning_rate=1e9-seed0" in page

@@ -76,7 +76,7 @@ def test_in_batch_fits_only_as_a_whole(probe):
 
 def test_a_device_without_memory_for_one_pair_is_named(probe, monkeypatch):
     monkeypatch.setattr(probe, "peak", lambda size: math.inf)
-    with pytest.raises(InputError, match="a micro-batch of 1 pairs does not fit"):
+    with pytest.raises(InputError, match="a micro-batch of 1 pair does not fit"):
         probe.largest_micro_batch(1000)
 
 

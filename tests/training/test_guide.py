@@ -202,12 +202,13 @@ def test_set_without_negatives_is_refused_or_named(folder):
         "".join(json.dumps(row | {"neg": row["neg"][: n % 2]}) + "\n" for n, row in enumerate(rows))
     )
     with pytest.warns(
-        UserWarning, match=r"pairs.jsonl: 7 of 13 queries have no hard negative, .* their loss is 0"
+        UserWarning,
+        match=r"pairs.jsonl: no hard negative for 7 of 13 queries, .* of a query is 0",
     ):
         load_training(config("run", mixture=(True, False)).data)
     Path("pairs.jsonl").write_text("".join(json.dumps(row | {"neg": []}) + "\n" for row in rows))
     with pytest.raises(
-        InputError, match=r"pairs.jsonl: 13 of 13 queries have no hard negative.* no negatives"
+        InputError, match=r"pairs.jsonl: no hard negative for 13 of 13 queries.* no negatives"
     ):
         load_training(config("run", mixture=(True, False)).data)
     load_training(config("run", mixture=(True, True)).data)  # negative control

@@ -46,7 +46,7 @@ def test_a_batch_larger_than_the_data_is_said(data, tmp_path, capsys):
         train(train_config(data, tmp_path / str(pairs), "in_batch", **changes))
         err = capsys.readouterr().err
         assert f"training: 1 update of {pairs} pairs with in_batch\n" in err
-        found = f"batch.global_batch_size is {pairs}, but there are only {queries} training queries"
+        found = f"global_batch_size is {pairs}, but the training set has only {queries} queries"
         assert (found in err) == larger
 
 
