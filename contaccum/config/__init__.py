@@ -162,8 +162,6 @@ class TrainConfig:
             yield "the settings of lora have no effect with lora.rank 0"
         if self.replay.share < 1 and not self.spec.two_pass:
             yield f"replay.share has no effect with method {self.method}"
-        if self.replay.variance > 0 and self.replay_share == 1:
-            yield "replay.variance has no effect without a replay.share below 1"
         if self.run.early_stopping and self.data.dev is None:
             yield "run.early_stopping has no effect without data.dev"
 

@@ -192,10 +192,6 @@ class ReplayConfig:
     preferred. The sampled gradients are weighted, and then shifted by one vector so that they have
     the same sum as the gradients of all texts. Below 1, a pair costs 1 + 3p forward passes, and the
     first pass has no dropout. With p = 1, the gradient is exact."""
-    variance: Annotated[float, Meta(ge=0)] = 0.0
-    """Sample fewer texts than `share` in a step, as long as this adds at most this variance to the
-    gradients of the vectors, relative to the sum of their squares (`replay_variance` in the log).
-    0: always sample `share`. For budgets in passes, a pair still costs 1 + 3 x `share`."""
 
 
 @dataclass

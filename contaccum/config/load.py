@@ -64,7 +64,6 @@ def load(
         share = given.get("replay.share")
         if method and before and method.value != before.value and share and share.value != 1:
             del given["replay.share"]
-            given.pop("replay.variance", None)
             if "replay.share" not in source:
                 warnings.warn(
                     f"{share.where} {share.value} is not used, because {method.where} is "

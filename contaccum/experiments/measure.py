@@ -136,7 +136,6 @@ class Probe:
             precision=config.run.precision,
             tf32=config.run.tf32,
             replay_share=config.replay_share,
-            replay_variance=config.replay.variance,
         )
         self.encoder = parts.build_encoder(config, train_set, self.engine.device)
         parts.apply_switches(self.encoder, config)

@@ -177,7 +177,6 @@ class StepEngine(Protocol):
 
     no_grad_group_size: int
     replay_share: float
-    replay_variance: float
 
     def backward(self, value: Tensor) -> None: ...
 

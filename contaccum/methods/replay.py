@@ -5,11 +5,10 @@ and is kept with probability pi_i = min(1, c |g_i|). The number c is chosen so t
 pi_i is share * n, where share is ``replay.share`` and n is the number of texts. The gradient of a
 kept text is multiplied by 1 / pi_i. With these weights alone, the expected gradient is the gradient
 of GradCache, and the sampling adds a variance: the sum of |g_i|^2 (1 / pi_i - 1). These
-probabilities have the smallest added variance. With ``replay.variance``, c is smaller if this
-variance is then still at most that part of the sum of |g_i|^2. ``missing_gradient`` lowers it
-further, for a small bias. All this holds without dropout. With dropout, the first pass has none and
-the second has, so the cached gradients belong to other embeddings than those of the second pass.
-Sources: Horvitz and Thompson 1952 (weights 1 / pi); Madow 1949 (systematic sampling).
+probabilities have the smallest added variance. ``missing_gradient`` lowers it further, for a small
+bias. All this holds without dropout. With dropout, the first pass has none and the second has, so
+the cached gradients belong to other embeddings than those of the second pass. Sources: Horvitz and
+Thompson 1952 (weights 1 / pi); Madow 1949 (systematic sampling).
 """
 
 import torch
@@ -38,9 +37,7 @@ def sample(
     kept, texts, noise, signal = 0, 0, 0.0, 0.0
     for side, of_side in enumerate(gradients):
         flat = of_side.flatten(0, -2)  # (texts, d)
-        weights, added, total = sample_texts(
-            flat, engine.replay_share, engine.uniform(side), engine.replay_variance
-        )
+        weights, added, total = sample_texts(flat, engine.replay_share, engine.uniform(side))
         # rows of texts that are not kept are never read
         balanced = flat * weights.to(flat).unsqueeze(1) + missing_gradient(flat, weights)
         weighted.append(balanced.view_as(of_side))
@@ -55,22 +52,15 @@ def sample(
     return (weighted[0], weighted[1]), chosen, statistics
 
 
-def sample_texts(
-    gradients: Tensor, share: float, offset: float, variance: float = 0.0
-) -> tuple[Tensor, float, float]:
+def sample_texts(gradients: Tensor, share: float, offset: float) -> tuple[Tensor, float, float]:
     """Sample about share * n of n texts. A text with a larger gradient is more likely to be kept.
 
-    gradients: (n, d). offset: random number in [0, 1). variance: sample fewer texts if the added
-    variance is then at most ``variance`` times the sum of |g_i|^2. Returns (weights, noise,
-    signal). weights: (n,) on the CPU, 1 / p for a text that was kept with probability p, 0 for the
-    other texts. noise: variance that the sampling adds (see the module docstring). signal: sum of
-    |g_i|^2.
+    gradients: (n, d). offset: random number in [0, 1). Returns (weights, noise, signal). weights:
+    (n,) on the CPU, 1 / p for a text that was kept with probability p, 0 for the other texts.
+    noise: variance that the sampling adds (see the module docstring). signal: sum of |g_i|^2.
     """
     norms = gradients.float().norm(dim=1).cpu().double()  # (n,); this copy waits for the device
-    expected = share * len(norms)
-    if variance > 0:
-        expected = min(expected, texts_for_variance(norms, variance))
-    probabilities = keep_probabilities(norms, expected)
+    probabilities = keep_probabilities(norms, share * len(norms))
     kept = systematic_sample(probabilities, offset)
     weights = torch.zeros_like(norms)
     weights[kept] = 1 / probabilities[kept]
@@ -114,29 +104,6 @@ def keep_probabilities(norms: Tensor, expected: float) -> Tensor:
         shares = tail / total if total > 0 else torch.full_like(tail, 1 / len(tail))
         probabilities[order[certain:]] = (shares * (expected - certain)).clamp(max=1)
     return probabilities
-
-
-def texts_for_variance(norms: Tensor, variance: float) -> float:
-    """Return the expected number of texts at which sampling adds a relative variance.
-
-    This is the sum of the probabilities pi_i = min(1, c norm_i) for the c at which the sum of
-    norm_i^2 (1 / pi_i - 1) is ``variance`` times the sum of norm_i^2. norms: (n,).
-    """
-    ordered = norms.double().nan_to_num(nan=HUGE, posinf=HUGE).sort(descending=True).values
-    ordered = ordered[ordered > 0]
-    if not len(ordered):
-        return 0.0
-    ordered = ordered / ordered[0]  # squares of HUGE would be infinite
-    # for each norm, sums of this norm and all smaller ones, and of their squares
-    tails = ordered.flip(0).cumsum(0).flip(0)
-    squares = ordered.square().flip(0).cumsum(0).flip(0)
-    # Let the first k texts be certain. The others add the sum of norm / c - norm^2.
-    scales = tails / (variance * squares[0] + squares)  # c for k = 0, 1, ..., n - 1
-    fitting = (scales * ordered < 1).nonzero().flatten()  # no other text would be certain
-    if not len(fitting):
-        return float(len(ordered))
-    certain = int(fitting[0])
-    return certain + float(scales[certain] * tails[certain])
 
 
 def systematic_sample(probabilities: Tensor, offset: float) -> Tensor:

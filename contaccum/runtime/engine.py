@@ -47,7 +47,6 @@ class Engine(Processes):
         tf32: bool = False,
         seed: int = 0,
         replay_share: float = 1.0,
-        replay_variance: float = 0.0,
         timeout_minutes: float = 30,
     ) -> None:
         """Initialize the device. If there are several processes, also initialize the process group.
@@ -55,8 +54,8 @@ class Engine(Processes):
         device: ``auto`` (CUDA, else MPS, else CPU) or ``cpu``. precision: ``fp32``, ``bf16`` or
         ``fp16``. bf16 and fp16 use autocast; the weights and the loss stay in fp32. tf32: whether
         to multiply fp32 matrices in TF32 on CUDA. ``close`` restores the previous setting of torch.
-        replay_share, replay_variance: ``replay.share`` and ``replay.variance``; with a share of 1,
-        all texts are in the second pass. timeout_minutes: maximum time to wait for other processes.
+        replay_share: share of the texts in the second pass. timeout_minutes: maximum time to wait
+        for other processes.
         """
         rank, world = process_place()
         super().__init__(rank, world, local_place()[0], encoding_device(device))
@@ -73,8 +72,7 @@ class Engine(Processes):
         self.matmul_precision_before = torch.get_float32_matmul_precision()
         if tf32 and self.device.type == "cuda" and self.matmul_precision_before == "highest":
             torch.set_float32_matmul_precision("high")
-        self.precision, self.seed = precision, seed
-        self.replay_share, self.replay_variance = replay_share, replay_variance
+        self.precision, self.seed, self.replay_share = precision, seed, replay_share
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         """Loss scaler of fp16. With another precision, it is disabled: its scale is 1 and its state
         is empty."""

@@ -79,7 +79,6 @@ def train(
             tf32=run.tf32,
             seed=config.seed,
             replay_share=config.replay_share,
-            replay_variance=config.replay.variance,
             timeout_minutes=run.timeout_minutes,
         )
         try:

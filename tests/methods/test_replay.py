@@ -25,7 +25,6 @@ from contaccum.methods.replay import (
     missing_gradient,
     sample_texts,
     systematic_sample,
-    texts_for_variance,
 )
 from contaccum.runtime.engine import Engine
 from contaccum.training.log import read_log
@@ -38,9 +37,9 @@ DRAWS = 100
 TWO_PASS = ["grad_cache", "cont_cache"]
 
 
-def prepared(share: float, dropout: float = 0.0, variance: float = 0.0) -> Engine:
+def prepared(share: float, dropout: float = 0.0) -> Engine:
     encoder = tiny_encoder(dropout).train()
-    engine = Engine(device="cpu", replay_share=share, replay_variance=variance)
+    engine = Engine(device="cpu", replay_share=share)
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
     return engine
 
@@ -106,33 +105,6 @@ def test_texts_without_gradient_are_kept_only_if_too_few_have_one():
     assert keep_probabilities(torch.zeros(4), 0.1).tolist() == [0.25] * 4  # at least one text
     weights, noise, signal = sample_texts(torch.zeros(4, 3), 0.5, 0.2)
     assert (int((weights > 0).sum()), noise, signal) == (2, 0, 0)
-
-
-def added_variance(norms: torch.Tensor, probabilities: torch.Tensor) -> float:
-    return float((norms.square() * (1 / probabilities - 1)).sum() / norms.square().sum())
-
-
-@pytest.mark.parametrize("variance", [0.01, 0.3, 2.0])
-@pytest.mark.parametrize("spread", [0.0, 1.0, 4.0])
-def test_number_of_texts_for_a_variance_equals_a_bisection(spread, variance):
-    norms = (torch.randn(40, generator=torch.Generator().manual_seed(1)).double() * spread).exp()
-    low, high = 0.0, 40.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        added = added_variance(norms, scale_by_bisection(norms, middle))
-        low, high = (middle, high) if added > variance else (low, middle)
-    assert texts_for_variance(norms, variance) == pytest.approx(high, rel=1e-5)
-
-
-def test_number_of_texts_for_a_variance_at_its_limits():
-    norms = torch.tensor([2.0, 1.0, 1.0, 0.0])
-    assert texts_for_variance(torch.zeros(4), 0.3) == 0
-    # the first text is certain; the others add 2 (1 / p - 1) = 1 of 6 with p = 2 / 3
-    assert texts_for_variance(norms, 1 / 6) == pytest.approx(1 + 2 * 2 / 3)
-    # no text is certain: 4 / c - 6 = 6 with c = 1 / 3
-    assert texts_for_variance(norms, 1.0) == pytest.approx(4 / 3)
-    weights, *_ = sample_texts(torch.tensor([[float("nan")], [1.0]]), 0.9, 0.5, variance=0.3)
-    assert weights.tolist() == [1, 0]  # the training loop must find the error
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -310,23 +282,6 @@ def test_second_pass_encodes_the_share_within_one_micro_batch_of_tokens(monkeypa
     assert all(texts * length <= budget for _, texts, length in calls)
     assert value.statistics["replay_share"] == 0.5
     assert 0 < value.statistics["replay_variance"] < 1
-
-
-def test_variance_lowers_the_share_of_a_step():
-    batches = micro_batches(4, 4, hard_negatives=2)
-
-    def statistics_of(variance: float) -> dict:
-        engine, loss = prepared(0.9, variance=variance), InfoNCE(0.1)
-        bank = make_bank(0, engine.encoder.dim, loss, push=1)
-        (value,) = METHODS["grad_cache"](engine, batches, bank, loss)
-        return value.statistics
-
-    always, few = statistics_of(0.0), statistics_of(0.5)
-    assert few["replay_variance"] == pytest.approx(0.5)
-    assert always["replay_variance"] < 0.1
-    assert few["replay_share"] < always["replay_share"] - 0.1
-    # a variance that the share keeps to anyway changes nothing
-    assert statistics_of(always["replay_variance"] / 2) == always
 
 
 def test_first_pass_of_partial_replay_has_no_dropout():
