@@ -23,8 +23,9 @@ from contaccum.runtime.processes import encoding_device
 
 QUERIES = 1024  # number of queries in one matrix product of torch, to limit its memory
 RESIDENT = 0.5  # maximum share of a GPU's free memory that the corpus may occupy between searches
-TIMED_ROWS, TIMED_QUERIES = 8192, 32  # part of the first block that is timed with each library
-TIMED_FROM = 40 * TIMED_ROWS * TIMED_QUERIES  # a smaller search would not repay the timing
+TIMED_ROWS = 4096  # number of rows of the first block that are searched to time each library
+# a search of fewer queries or rows is not timed, because it takes little longer than the timing
+TIMED_FROM = (256, 40 * TIMED_ROWS)
 PAIRS = 16_384  # number of query-passage pairs that ``inner_products`` scores at a time
 
 
@@ -86,8 +87,10 @@ class ExactIndex:
         scores = vectors.new_empty((len(queries), 0))
         rows = scores.to(torch.int64)
         start = self.first_row
+        fewest_queries, fewest_rows = TIMED_FROM
+        large = len(queries) >= fewest_queries and count_rows(self.shards) >= fewest_rows
         for block in self._blocks():  # (block rows, d)
-            if self.backend == "auto" and len(queries) * count_rows(self.shards) >= TIMED_FROM:
+            if self.backend == "auto" and large:
                 self.backend = _faster_backend(vectors, block, k)
             # a search that is too small to time uses torch
             block_scores, block_rows = _best_by_row(self.backend, vectors, block, k)
@@ -143,12 +146,15 @@ def _full_float32() -> Iterator[None]:
 
 
 def _faster_backend(queries: torch.Tensor, block: torch.Tensor, k: int) -> str:
-    """Time both libraries on a part of a block, and return the name of the faster one."""
+    """Time both libraries on a part of a block, and return the name of the faster one.
+
+    Which one is faster depends on the number of queries, so up to QUERIES of them are searched.
+    """
     seconds = {"torch": float("inf"), "faiss": float("inf")}
     for _ in range(2):  # the first call of a library is slower
         for name in seconds:
             began = time.perf_counter()
-            _best_rows(name, queries[:TIMED_QUERIES], block[:TIMED_ROWS], k)
+            _best_rows(name, queries[:QUERIES], block[:TIMED_ROWS], k)
             seconds[name] = min(seconds[name], time.perf_counter() - began)
     fastest = min(seconds, key=seconds.__getitem__)
     times = ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items())

@@ -109,10 +109,12 @@ def test_a_large_search_uses_the_library_that_was_faster(faster, monkeypatch, ca
     monkeypatch.setattr(exact, "_best_rows", delayed)
     vectors, queries = made(300), made(30, seed=1)
     index = exact.ExactIndex(cut(vectors, 100), device="cpu")
-    index.search(queries, 10)
-    assert index.backend == "auto"  # too small to be timed
+    for too_large in ((30, 301), (31, 300)):
+        monkeypatch.setattr(exact, "TIMED_FROM", too_large)
+        index.search(queries, 10)
+        assert index.backend == "auto"  # not timed
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(exact, "TIMED_FROM", 1)
+    monkeypatch.setattr(exact, "TIMED_FROM", (30, 300))
     index.search(queries, 10)
     assert index.backend == faster
     assert f"exact search with {faster} " in capsys.readouterr().err
