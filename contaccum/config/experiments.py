@@ -34,8 +34,9 @@ class CompareConfig:
     gets as many steps as this budget allows.
     A backward pass counts as 2 forward passes, so a pair costs 3 passes with a one-pass method.
     With `grad_cache` or `cont_cache`, a pair costs 1 + 3 x `replay.share` passes, or 4 - B / N
-    passes if `replay.share` is 1 (N pairs in a step, B in a micro-batch). For a budget in seconds,
-    a few steps are measured first. Default: `optim.max_steps` or `optim.epochs`."""
+    passes if `replay.share` is 1 (N pairs in a step, B in a micro-batch; 4 passes with
+    micro-batches by tokens). For a budget in seconds, a few steps are measured first. Default:
+    `optim.max_steps` or `optim.epochs`."""
     tune: tuple[str, ...] = setting((), metavar="GROUP.FIELD=v1,v2")
     """Settings to tune, with the values to try. For each method, only the settings that the method
     uses are tuned, in all combinations, with the first seed. Then the method uses the combination
