@@ -15,7 +15,7 @@ pytestmark = pytest.mark.acceptance
 MEDQUAD = {"ndcg@10": 0.8322, "recall@20": 0.9441, "recall@100": 0.9763, "mrr@100": 0.8105}
 
 
-@pytest.mark.filterwarnings("ignore:.*a later .* has the same id")
+@pytest.mark.filterwarnings("ignore:.*skipped .* with the id of a later one")
 def test_medquad_to_one_thousandth(shared_data, minilm):
     """The figures count every line of the corpus as a passage: 34 ids stand again, each at the
     lowest of its scores.
