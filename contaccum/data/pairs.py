@@ -34,6 +34,8 @@ def pairs_file(pairs: Iterable[Sequence[Any] | Mapping[str, Any]]) -> Path:
                 f"pairs[{number}] is {str(pair)[:100]}, expected a query, a positive and, if there "
                 "are any, hard negatives, all of them texts"
             ) from error
+    if not lines:
+        raise InputError("pairs is empty, expected at least one query with a positive")
     content = b"".join(lines).decode()
     key = hashlib.sha256(content.encode()).hexdigest()
     folder = cached_folder("pairs", key, lambda folder: write_text(folder / "pairs.jsonl", content))

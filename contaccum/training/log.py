@@ -21,7 +21,7 @@ from contaccum.errors import InputError, NotFiniteError, printable
 from contaccum.methods.loss import LossValue
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import decode_json, read_json, write_errors, write_json, write_text
-from contaccum.runtime.units import duration
+from contaccum.runtime.units import counted, duration
 from contaccum.training.trackers import TRACKERS
 
 LOG_FILE = "log.jsonl"
@@ -70,6 +70,8 @@ class RunLog:
         self.began = time.monotonic()
         self.printed_step, self.printed = resumed_at, self.began  # last line about the progress
         self.score = ""  # last dev score, as in the lines about the progress
+        self.evaluations = 0  # dev evaluations since ``began``
+        self.evaluation_seconds = 0.0  # of all of them
         run = Path(config.output_dir)
         kept = [line for line in read_log(run) if line["step"] <= resumed_at]
         settings = {
@@ -95,8 +97,11 @@ class RunLog:
         )
         self.bar_shown = not self.bar.disable
 
-    def step(self, values: dict[str, Any]) -> None:
-        """Advance the progress bar by one optimizer step; show and log its ``values``."""
+    def step(self, values: dict[str, Any], evaluations_left: int) -> None:
+        """Advance the progress bar by one optimizer step; show and log its ``values``.
+
+        evaluations_left: number of dev evaluations until the end of the run.
+        """
         if not self.active:
             return
         self.bar.update()
@@ -110,12 +115,12 @@ class RunLog:
         if self.bar_shown:
             self.printed = time.monotonic()
         else:
-            self._print_progress(values)
+            self._print_progress(values, evaluations_left)
         self._write(values)
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         self._track(numbers, values["step"])
 
-    def _print_progress(self, values: dict[str, Any]) -> None:
+    def _print_progress(self, values: dict[str, Any], evaluations_left: int) -> None:
         """Print a line about the progress after the first step, and a minute or 5 % of the steps.
 
         It replaces the progress bar where stderr is no terminal.
@@ -126,17 +131,19 @@ class RunLog:
         if soon and self.first + 1 < step < self.total:
             return
         self.printed_step, self.printed = step, now
-        left = self.seconds_left(step)
         line = (
             f"step {step}/{self.total}  loss {values['loss']:.4g}{self.score}  "
             f"{values['pairs_per_second']:.4g} pairs/s"
         )
-        self.say(f"{line}  about {duration(left)} left" if left else line)
+        if step < self.total:
+            line += f"  {self.time_left(step, evaluations_left)}"
+        self.say(line)
 
-    def inside_step(self, done: float) -> None:
+    def inside_step(self, done: float, evaluations_left: int) -> None:
         """Print a line about the progress within a long step.
 
         done: steps since the start of the run, of which the current one counts in part.
+        evaluations_left: see ``step``.
         """
         if not self.active or done <= self.first:
             return
@@ -145,16 +152,30 @@ class RunLog:
         if now - self.printed >= (FIRST_SECONDS if first else LINE_SECONDS):
             self.printed = now
             step = int(done)
-            left = duration(self.seconds_left(done))
-            self.say(f"step {step + 1}/{self.total}  {done - step:.0%} done  about {left} left")
+            left = self.time_left(done, evaluations_left)
+            self.say(f"step {step + 1}/{self.total}  {done - step:.0%} done  {left}")
 
-    def seconds_left(self, done: float) -> float:
-        """Return the expected time of the remaining steps. done: see ``inside_step``."""
-        return (time.monotonic() - self.began) / (done - self.first) * (self.total - done)
+    def time_left(self, done: float, evaluations_left: int) -> str:
+        """Return the expected time of the remaining steps and evaluations as text.
 
-    def evaluation(self, step: int, scores: dict[str, float], metric: str) -> None:
-        """Add the metrics of an evaluation on the dev set to the log and the trackers."""
+        Before the first evaluation, only their number is known. done: see ``inside_step``.
+        """
+        steps = time.monotonic() - self.began - self.evaluation_seconds
+        left = steps / (done - self.first) * (self.total - done)
+        if self.evaluations:
+            left += self.evaluation_seconds / self.evaluations * evaluations_left
+        elif evaluations_left:
+            return f"about {duration(left)} and {counted(evaluations_left, 'evaluation')} left"
+        return f"about {duration(left)} left"
+
+    def evaluation(self, step: int, scores: dict[str, float], metric: str, seconds: float) -> None:
+        """Add the metrics of an evaluation on the dev set to the log and the trackers.
+
+        seconds: time of the evaluation.
+        """
         if self.active:
+            self.evaluations += 1
+            self.evaluation_seconds += seconds
             self.score = f"  dev {metric} {scores[metric]:.4f}"
             self._write({"step": step, "dev": scores})
             self._track({f"dev/{name}": value for name, value in scores.items()}, step)

@@ -299,7 +299,7 @@ class Training:
                 values["pairs_per_second"] = config.batch.global_batch_size / seconds
                 if self.done_every(config.run.drift_steps):
                     values |= self.drift.measure()
-                self.log.step(values)
+                self.log.step(values, self.evaluations_left())
 
                 # evaluate
                 if self._evaluation_due():
@@ -482,7 +482,8 @@ class Training:
         """
         if self.signals.received and self.engine.world == 1:
             raise self.interrupted(self.signals.received)
-        self.log.inside_step(self.done + self.work_done / self.step_work)
+        done = self.done + self.work_done / self.step_work
+        self.log.inside_step(done, self.evaluations_left())
         self.work_done += tokens * (3 if graph else 1)
 
     def interrupted(self, number: int) -> Interrupted:
@@ -519,6 +520,17 @@ class Training:
         left = self.total - self.done
         return left <= 0 or left >= self.interval(every) / 2
 
+    def evaluations_left(self) -> int:
+        """Return the number of dev evaluations until the end of the run."""
+        if self.dev is None:
+            return 0
+        every = self.interval(self.config.run.eval_steps)
+        if every == 0:
+            return 1
+        # at multiples of ``every``, but not shortly before the last step, and at the last step
+        last = int((self.total - every / 2) // every)
+        return max(0, last - self.evaluated // every) + 1
+
     def save_good_state(self) -> str:
         """Save a checkpoint if all weights are finite.
 
@@ -543,6 +555,7 @@ class Training:
                 f"step {self.done}: evaluating on {counted(len(self.dev.queries), 'dev query')} "
                 f"and {counted(len(self.dev.corpus), 'passage')}"
             )
+        began = time.monotonic()
         with self.engine.unmeasured(), self.engine.autocast():
             metrics = evaluate(
                 self.encoder, self.dev, k=DEV_DEPTH, settings=settings, group=self.engine
@@ -563,7 +576,7 @@ class Training:
                 "metric": name,
                 "dev": self.dev.fingerprint(),
             }
-        self.log.evaluation(self.done, metrics["mean"], name)
+        self.log.evaluation(self.done, metrics["mean"], name, time.monotonic() - began)
         # not earlier: if saving the model fails, a resumed run evaluates this step again
         self.evaluated = self.done
         self.log.say(

@@ -34,3 +34,8 @@ def test_pairs_in_memory_train_the_model_of_their_file(tmp_path):
 def test_other_values_are_refused_with_their_number(bad):
     with pytest.raises(InputError, match=r"pairs\[1\] is .*, expected a query, a positive and"):
         pairs_file([("a", "b"), bad])
+
+
+def test_no_pairs_are_refused():
+    with pytest.raises(InputError, match="pairs is empty, expected at least one query"):
+        pairs_file([])

@@ -35,7 +35,11 @@ def test_without_a_terminal_each_20th_of_a_run_has_a_line(data, tmp_path, capsys
     progress = [line for line in lines if line.startswith("step ") and "loss" in line]
     assert [line.split()[1] for line in progress] == [f"{step}/6" for step in range(1, 7)]
     assert all("pairs/s" in line for line in progress)
-    assert all("left" in line for line in progress[:-1])
+    left = [line.rpartition("about ")[2] for line in progress]
+    # after steps 2, 4 and 6; the time of an evaluation is not known before the first one
+    assert all(text.endswith(" and 3 evaluations left") for text in left[:2])
+    assert all("left" in text and "evaluation" not in text for text in left[2:5])
+    assert "left" not in left[5]
     assert re.search(r"dev ndcg@10 \d\.\d{4}  ", progress[-1])
 
 
@@ -50,11 +54,12 @@ def test_a_batch_larger_than_the_data_is_said(data, tmp_path, capsys):
         assert (found in err) == larger
 
 
-def test_shares_of_the_run_decide_when_to_save_and_evaluate(data, tmp_path):
+def test_shares_of_the_run_decide_when_to_save_and_evaluate(data, tmp_path, capsys):
     steps = {"run.eval_steps": 0.25, "run.save_steps": 0.5, "optim.max_steps": 10}
     train(train_config(data, tmp_path / "run", **{"data.dev": str(data), **steps}))
     # every third step, but not step 9, because the last one follows
     assert evaluated(tmp_path / "run") == [3, 6, 10]
+    assert "and 3 evaluations left\n" in capsys.readouterr().err
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == ["step-00000005", "step-00000010"]
 
