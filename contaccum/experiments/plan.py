@@ -61,10 +61,12 @@ def render(measured: dict[str, Measurement], config: TrainConfig, budget: int) -
         ]
         for method, found in measured.items()
     ]
+    banked = any(METHOD_SPECS[method].bank != "none" for method in measured)
+    bank = f", with a bank of {config.bank_rows} rows" if banked else ""
     lines = [
         Table(["method", "largest B", "peak", "s/step", "epoch"], rows).markdown(),
         f"The memory budget is {gigabytes(budget)} for one process; N = {n}. Peak, s/step and "
-        f"epoch belong to the largest B, with a bank of {config.bank_rows} rows.",
+        f"epoch belong to the largest B{bank}.",
     ]
     chosen = [
         line

@@ -13,7 +13,8 @@ from processes import small_disk
 from contaccum.batch import RowIds
 from contaccum.cli import main
 from contaccum.errors import InputError
-from contaccum.experiments.measure import Probe, memory_budget, predicted_peak
+from contaccum.experiments.measure import Measurement, Probe, memory_budget, predicted_peak
+from contaccum.experiments.plan import render
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
@@ -90,6 +91,14 @@ DEMO = [
     "--config", "configs/study/demo.yaml", "--model.tiny_vocabulary", "300",
     "--batch.micro_batch_size", "4", "--replay.share", "1",
 ]  # fmt: skip
+
+
+def test_the_plan_names_a_bank_only_for_methods_with_one(tmp_path):
+    config = train_config("", tmp_path / "run")
+    found = Measurement(micro_batch_size=8, peak=10**9, step=0.5, pairs=64, context=0)
+    assert "the largest B.\n" in render({"in_batch": found}, config, 4 * 10**9)
+    both = render({"in_batch": found, "cont_accum": found}, config, 4 * 10**9)
+    assert f"the largest B, with a bank of {config.bank_rows} rows.\n" in both
 
 
 def test_plan_command_measures_and_writes_json(tmp_path, capsys, monkeypatch):
