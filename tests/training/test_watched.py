@@ -64,6 +64,16 @@ def test_shares_of_the_run_decide_when_to_save_and_evaluate(data, tmp_path, caps
     assert saved == ["step-00000005", "step-00000010"]
 
 
+def test_a_checkpoint_is_due_when_the_last_one_is_old(data, tmp_path, monkeypatch):
+    changes = {"run.save_steps": 100, "run.keep_checkpoints": 9, "optim.max_steps": 3}
+    for seconds, steps in ((600.0, [3]), (0.0, [1, 2, 3])):
+        monkeypatch.setattr("contaccum.training.loop.SAVE_SECONDS", seconds)
+        run = tmp_path / str(seconds)
+        train(train_config(data, run, **changes))
+        saved = sorted(path.name for path in (run / "checkpoints").iterdir())
+        assert saved == [f"step-{step:08}" for step in steps]
+
+
 def test_dev_corpus_is_sampled_once_and_named(data, tmp_path, capsys):
     whole = open_dataset(data, "dev").retrieval_set
     judged = {passage for grades in whole.qrels.values() for passage in grades}
