@@ -325,7 +325,7 @@ def test_run_fits_into_a_limited_address_space(data, tmp_path):
     assert "(gradients do not change)" in done.stderr
     free = tmp_path / "free"
     config.output_dir = str(free)
-    with pytest.warns(UserWarning, match="have fewer than 3 hard negatives"):
+    with pytest.warns(UserWarning, match="fewer than 3 hard negatives"):
         train(config)
     assert read_log(free)[0]["micro_batches"] == 1 < read_log(tmp_path / "run")[0]["micro_batches"]
     assert losses(tmp_path / "run") == pytest.approx(losses(free), rel=1e-4)
