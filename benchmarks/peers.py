@@ -62,10 +62,9 @@ from sentence_transformers.sentence_transformer.losses import (
 from torch import Tensor, nn
 from transformers.utils import is_flash_attn_2_available
 
+from contaccum.config import TrainConfig
 from contaccum.training.automatic import CPU_TOKENS, GPU_TOKENS
 
-DEFAULT_PAIRS = 8
-"""Pairs in a micro-batch of the methods with one pass, if nothing is set."""
 AGREE = 1e-5
 """Largest difference between two losses of the same pairs."""
 
@@ -210,7 +209,10 @@ def by_default(args: Any, folder: str, dropout: float | None, rate: float) -> di
     """Return our methods and the cached loss with the micro-batches that each library chooses if
     nothing is set."""
     cases: dict[str, Any] = {}
-    given = (args.device, args.precision, args.pairs, DEFAULT_PAIRS, dropout, rate, True)
+    config = TrainConfig(method="cont_accum", output_dir="")
+    config.batch.global_batch_size = args.pairs
+    micro = config.micro_batch_size(1)
+    given = (args.device, args.precision, args.pairs, micro, dropout, rate, True)
     for name, method, share in (
         ("grad_cache", "grad_cache", 1.0),
         ("cont_accum", "cont_accum", 1.0),

@@ -65,6 +65,20 @@ def test_each_benchmark_prints_its_table_and_writes_its_figures(
 
 
 @pytest.mark.acceptance
+def test_peers_with_the_defaults_of_both_libraries(tiny_folder, forked_programs, tmp_path):
+    call = ["benchmarks/peers.py", "--quick", "--defaults", "--model", str(tiny_folder)]
+    done = run("python", *call, "--json", str(tmp_path / "peers.json"), **forked_programs)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads((tmp_path / "peers.json").read_text())["rows"]
+    by_default = [row for row in rows if row["name"].endswith(", by default")]
+    assert len(by_default) == 4
+    # with other micro-batches too, these two compare N pairs with N
+    losses = [row["loss"] for row in rows if row["loss"] is not None]
+    assert sum(row["loss"] is not None for row in by_default) == 2
+    assert max(losses) - min(losses) < 1e-5
+
+
+@pytest.mark.acceptance
 @pytest.mark.parametrize("part", [1, 2, 3])
 def test_each_part_of_the_gpu_suite_runs_on_a_cpu(part, forked_programs, tmp_path):
     out = tmp_path / "out"
