@@ -240,7 +240,8 @@ def fetch_hub(name: HubName, split: str) -> Path:
     if labelled_0 := read_json(folder / LABELS, int):
         warnings.warn(
             f"{name.text}: {counted(labelled_0, 'row')} with label 0. The column label is not "
-            "read, every row is a positive pair. If 0 means not relevant, remove these rows.",
+            "read, so every row counts as a positive pair. If 0 means not relevant, remove these "
+            "rows.",
             stacklevel=2,
         )
     return folder / "examples.jsonl"

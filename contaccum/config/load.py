@@ -203,10 +203,11 @@ def hint(name: str, known: Collection[str], prefix: str = "") -> str:
             near = [group]
     if near:
         return f"; did you mean {' or '.join(prefix + each for each in near)}?"
-    for group in difflib.get_close_matches(name, sorted(groups), n=1):
-        setting = next(each for each in known if each.startswith(f"{group}."))
-        return f"; {group} is a group of settings, such as {prefix}{setting}"
-    return ""
+    close = difflib.get_close_matches(name, sorted(groups), n=1)
+    if not close:
+        return ""
+    setting = next(each for each in known if each.startswith(f"{close[0]}."))
+    return f"; {close[0]} is a group of settings, such as {prefix}{setting}"
 
 
 def _initials(name: str) -> str:

@@ -90,8 +90,8 @@ def check_scores(names: Sequence[str], sets: Sequence[TrainSet]) -> None:
         if without:
             warnings.warn(
                 f"{name}: distillation needs the teacher scores of a positive and a negative, "
-                f"which are missing for {without} of {counted(len(queries), 'query')}. There, the "
-                "loss is InfoNCE only.",
+                f"which are missing for {without} of {counted(len(queries), 'query')}. Without "
+                "them, the loss of a query is InfoNCE only.",
                 stacklevel=3,
             )
 

@@ -99,8 +99,8 @@ def evaluate_run(
         )
     if missing := sum(not judged_run.get(query_id) for query_id in qrels):
         warnings.warn(
-            f"no result for {missing} of {counted(len(qrels), 'judged query')}; there, metrics "
-            "are 0",
+            f"no result for {missing} of {counted(len(qrels), 'judged query')}; without a "
+            "result, the metrics of a query are 0",
             stacklevel=2,
         )
     names = {f"{measure}.{','.join(map(str, cutoffs))}" for measure in MEASURES.values()}

@@ -24,7 +24,8 @@ from contaccum.runtime.processes import encoding_device
 QUERIES = 1024  # number of queries in one matrix product of torch, to limit its memory
 RESIDENT = 0.5  # maximum share of a GPU's free memory that the corpus may occupy between searches
 TIMED_ROWS = 4096  # number of rows of the first block that are searched to time each library
-# a search of fewer queries or rows is not timed, because it takes little longer than the timing
+# Least number of queries and of rows of a search that is timed. With fewer queries torch was the
+# faster one, and with fewer rows the timing would be a large part of the search.
 TIMED_FROM = (256, 40 * TIMED_ROWS)
 PAIRS = 16_384  # number of query-passage pairs that ``inner_products`` scores at a time
 
