@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> None:
         return encode_passages(self, texts, *given, **named)
 
     DualEncoder.encode_passages = counted
-    training.log.evaluation = lambda _, scores, name: metrics.update(scores)
+    training.log.evaluation = lambda _, scores, name, seconds: metrics.update(scores)
     training.evaluate()
     write_json(
         f"{output}.{engine.rank}.json",
