@@ -33,6 +33,8 @@ from contaccum.runtime.files import read_json, remove_folder, write_json
 from contaccum.runtime.launch import StopSignals
 from contaccum.runtime.locks import waiting_lock
 from contaccum.runtime.processes import encoding_device
+from contaccum.runtime.progress import LINE_SECONDS
+from contaccum.runtime.units import counted
 from contaccum.training.loop import Training, train
 from contaccum.training.parts import build_encoder
 from contaccum.training.run_folder import DEV_METRICS_FILE, config_differences, files_hash, flat
@@ -61,6 +63,11 @@ class Job:
     def file(self) -> Path:
         """File with the job for the worker, next to the log of the worker."""
         return self.folder.parent.parent / "jobs" / f"{self.folder.name}.json"
+
+    @property
+    def log(self) -> Path:
+        """What the worker prints."""
+        return self.file.with_suffix(".log")
 
     @property
     def done(self) -> bool:
@@ -147,7 +154,7 @@ class Worker(NamedTuple):
 
 def start(job: Job, environment: dict[str, str]) -> Worker:
     job.write()
-    with open(job.file.with_suffix(".log"), "wb") as log:
+    with open(job.log, "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "contaccum.experiments.jobs", str(job.file)],
             stdin=subprocess.PIPE,
@@ -163,8 +170,9 @@ def start(job: Job, environment: dict[str, str]) -> Worker:
 def run_jobs(
     jobs: Iterable[Job], slots: list[dict[str, str]], signals: StopSignals
 ) -> dict[str, str]:
-    """Run the jobs that are not done, and print a line at the end of each job.
+    """Run the jobs that are not done.
 
+    Print a line at the end of each job, and each minute the last line of the log of each worker.
     Return the failed jobs: name -> exit code and last line of the log. After a signal, the workers
     save checkpoints and stop. This function then raises Interrupted.
     """
@@ -172,6 +180,12 @@ def run_jobs(
     count = len(waiting)
     failed: dict[str, str] = {}
     running: dict[int, Worker] = {}  # slot number -> worker
+    if waiting:
+        print(
+            f"{counted(count, 'run')}, {len(slots)} at a time; logs in {waiting[0].log.parent}",
+            file=sys.stderr,
+        )
+    next_lines = time.monotonic() + LINE_SECONDS
     try:
         while waiting or running:
             for number, environment in enumerate(slots):
@@ -182,9 +196,7 @@ def run_jobs(
                     process.communicate()  # closes its standard input
                     result = "done"
                     if process.returncode:
-                        log = job.file.with_suffix(".log").read_text(errors="replace")
-                        last_line = (log.strip().splitlines() or ["no message"])[-1]
-                        result = f"exit code {process.returncode}, {last_line}"
+                        result = f"exit code {process.returncode}, {last_line(job.log)}"
                         failed[job.name] = result
                     ended = count - len(waiting) - len(running)
                     seconds = time.monotonic() - began
@@ -192,6 +204,10 @@ def run_jobs(
                         f"[{ended}/{count}] {job.name}: {result} ({seconds:.0f} s)",
                         file=sys.stderr,
                     )
+            if time.monotonic() >= next_lines:
+                next_lines += LINE_SECONDS
+                for worker in running.values():
+                    print(f"{worker.job.name}: {last_line(worker.job.log)}", file=sys.stderr)
             if signals.received:
                 raise Interrupted(
                     signals.received, "stopped; run the same command again to continue"
@@ -204,6 +220,12 @@ def run_jobs(
         for worker in running.values():
             worker.process.wait()
     return failed
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of the log of a worker."""
+    lines = log.read_text(errors="replace").strip().splitlines() or ["no message"]
+    return lines[-1]
 
 
 def main(file: str) -> int:

@@ -250,6 +250,18 @@ def test_wrong_options_are_refused_before_the_first_run(
     assert not (tmp_path / "new").exists()
 
 
+def test_the_last_line_of_each_running_job_is_shown(study_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("contaccum.experiments.jobs.LINE_SECONDS", 0.0)  # instead of a minute
+    study = tmp_path / "study"
+    options = ["--methods", "grad_accum", "--seeds", 1, "--baselines", "none"]
+    code, said = call(capsys, study_folder, *options, "--output_dir", study)
+    assert code == 0, said
+    log = (study / "jobs" / "grad_accum-seed0.log").read_text().splitlines()
+    shown = [line.removeprefix("grad_accum-seed0: ") for line in said.splitlines()]
+    assert f"1 run, 1 at a time; logs in {study / 'jobs'}" in shown
+    assert [line for line in shown if "step 3/3" in line and line in log]
+
+
 @pytest.mark.acceptance
 def test_killed_comparison_continues_with_the_missing_runs(study_folder, tmp_path):
     """Workers of a killed comparison save and exit; the next one waits for them and keeps finished
