@@ -18,7 +18,7 @@ if found != "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db":
 print(folder)')
 
 [ -d "$data" ] || contaccum data demo "$data"
-contaccum compare --config quickstart --settings study/methods-quickstart --budget 4000f --seeds 1 --parallel 2 --against untrained \
+contaccum compare --config quickstart --settings study/methods-quickstart --budget 2400f --seeds 1 --parallel 2 --against untrained \
     --data.train "$data" --model.name "$model" --output_dir "$out"
 
 question="test whether two samples have the same mean"
