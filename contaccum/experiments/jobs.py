@@ -225,7 +225,7 @@ def run_jobs(
 def last_line(log: Path) -> str:
     """Return the last line of the log of a worker."""
     lines = log.read_text(errors="replace").strip().splitlines() or ["no message"]
-    return lines[-1]
+    return lines[-1].removeprefix("contaccum: ")
 
 
 def main(file: str) -> int:
