@@ -1,8 +1,10 @@
 """The commands ``data check`` and ``data convert``.
 
-Conversion keeps the ids of queries and passages. If a format has no field for an id, conversion
-writes an extra field (``query_id``, ``pos_id`` or ``neg_id``). This package reads the extra fields;
-other tools ignore them. JSONL has no titles: the title and the text of a passage become one string.
+Conversion keeps the ids of queries and passages, but a conversion of a file to BEIR prepends
+``query-`` to a query id that is also a passage id (see ``beir_query_ids``). If a format has no
+field for an id, conversion writes an extra field (``query_id``, ``pos_id`` or ``neg_id``). This
+package reads the extra fields; other tools ignore them. JSONL has no titles: the title and the text
+of a passage become one string.
 
 Only DPR files have ``negative_ctxs``. A conversion from DPR to DPR keeps them. A conversion to BEIR
 writes them to the corpus, without a grade. JSONL and Tevatron have no field for them, so they are
@@ -271,7 +273,10 @@ def convert(
     if target.exists() and not (to == "beir" and target.is_dir() and not any(target.iterdir())):
         raise InputError(f"{target}: already exists; choose a new path")
     # the ids of queries with the same text are kept
-    found = open_dataset(source, split, policy).examples(merge=False)
+    data = open_dataset(source, split, policy)
+    found = data.examples(merge=False)
+    if to == "beir" and data.kind != "beir":
+        found = found.with_beir_ids()
     if found.positives.scored and to in ("beir", "dpr"):
         warnings.warn(
             f"{source}: teacher scores are dropped, because {to} has no field for them",

@@ -7,7 +7,7 @@ Arrow file into memory.
 import os
 import warnings
 from array import array
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,3 +176,18 @@ def find_rows(corpus: Dataset, ids: Iterable[str]) -> dict[str, int]:
     column = corpus.data.column("id")
     rows = pc.indices_nonzero(pc.is_in(column, value_set=pa.array(list(ids), pa.string())))
     return dict(zip(column.take(rows).to_pylist(), rows.to_pylist(), strict=True))
+
+
+def beir_query_ids(ids: Sequence[str], passages: Dataset) -> list[str]:
+    """Return ids for the queries of a new BEIR folder. A query with a passage's id gets another.
+
+    Ids of training examples are only labels, but in a BEIR folder, a search leaves out the passage
+    with the id of the query.
+    """
+    shared = find_rows(passages, ids)
+    prefix = "query-"
+    while True:
+        new = {key: prefix + key for key in shared}
+        if set(ids).isdisjoint(new.values()) and not find_rows(passages, new.values()):
+            return [new.get(key, key) for key in ids]
+        prefix += "query-"

@@ -14,7 +14,7 @@ import numpy as np
 from datasets import Dataset
 
 from contaccum.data.commands import grades_of
-from contaccum.data.corpus import beir_records, find_rows
+from contaccum.data.corpus import beir_query_ids, beir_records, find_rows
 from contaccum.data.dataset import RetrievalDataset
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.errors import InputError
@@ -38,9 +38,11 @@ def write_dev_set(
     kept = sorted(random.Random(seed).sample(names, min(most_queries, len(names))))
     queries = {name: source.queries[name] for name in kept}
     dev = sample_passages(replace(source, queries=queries), most_passages, seed)
-    grades = ((name, *judged) for name in kept for judged in source.qrels[name].items())
+    ids = kept if source.skips_own_id else beir_query_ids(kept, dev.corpus)
+    named = list(zip(ids, kept, strict=True))
+    grades = ((key, *judged) for key, name in named for judged in source.qrels[name].items())
     with whole_folder(folder) as part:
-        records = ({"_id": name, "text": text} for name, text in queries.items())
+        records = ({"_id": key, "text": queries[name]} for key, name in named)
         write_beir_folder(part, beir_records(dev.corpus), records, {"dev": grades})
 
 
@@ -80,6 +82,8 @@ def hold_out(
     negatives fill the gap, as in ``RetrievalDataset.train_set``.
     """
     examples = source.examples()
+    if source.kind != "beir":
+        examples = examples.with_beir_ids()
     numbers = np.flatnonzero(examples.positives.lengths).tolist()
     random.Random(seed).shuffle(numbers)
     count = min(most_queries, len(numbers) // SHARE)

@@ -10,7 +10,7 @@ import os
 import warnings
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import numpy as np
 from datasets import Dataset
 
 from contaccum.config import DataPolicy
+from contaccum.data.corpus import beir_query_ids
 from contaccum.data.identity import first_with_same_text, text_hash
 from contaccum.data.tables import (
     PASSAGE_COLUMNS,
@@ -119,6 +120,13 @@ class ExampleTable:
 
     def __iter__(self) -> Iterator[Example]:
         return self.part(0, len(self))
+
+    def with_beir_ids(self) -> "ExampleTable":
+        """Return the examples of a file with query ids for a BEIR folder."""
+        ids = beir_query_ids(self.queries["id"][:], self.passages)
+        return replace(
+            self, queries=Dataset.from_dict({"id": ids, "text": self.queries["text"][:]})
+        )
 
     def part(self, start: int, stop: int) -> Iterator[Example]:
         """Yield examples ``start`` to ``stop - 1``, counting only examples with a positive."""

@@ -10,6 +10,7 @@ from tiny_data import beir, context, dpr, lines, write
 
 from contaccum.data.commands import convert
 from contaccum.errors import InputError
+from contaccum.evaluation.evaluate import evaluate
 from contaccum.formats.readers import numbered_examples
 
 FORMS = ("beir", "dpr", "jsonl", "tevatron")
@@ -73,6 +74,25 @@ def test_beir_to_beir_keeps_the_whole_corpus_and_split_name(tmp_path):
     convert(beir(tmp_path / "s", split="dev"), tmp_path / "t", "beir", split="dev")
     assert len(open_corpus(tmp_path / "t")) == 6
     assert meaning(tmp_path / "t", "dev") == meaning(tmp_path / "s", "dev")
+
+
+def test_files_with_equal_ids_of_queries_and_passages_become_beir_folders(tmp_path):
+    """A search in a BEIR folder leaves out the passage with the id of the query."""
+    records = [
+        {"query_id": n, "query": f"word{n}", "pos": [f"word{n} here"], "pos_id": [n]}
+        for n in range(10)
+    ]
+    source = write(tmp_path / "pairs.jsonl", lines(*records))
+    convert(source, tmp_path / "beir", "beir", splits="0.5,0,0.5")
+    for split in ("train", "test"):
+        assert evaluate("bm25", tmp_path / "beir", split=split)["mean"]["ndcg@1"] == 1.0
+    # the ids stay in other formats, and in a copy of a BEIR folder
+    convert(source, tmp_path / "copy.jsonl", "jsonl")
+    assert list(scores_of(tmp_path / "copy.jsonl")) == [str(n) for n in range(10)]
+    folder = beir(tmp_path / "arguana", "p0\tp1\t1\n")
+    write(folder / "queries.jsonl", lines({"_id": "p0", "text": "word"}))
+    convert(folder, tmp_path / "copy", "beir")
+    assert judged(tmp_path / "copy", "train") == ["p0"]
 
 
 def judged(folder, split):

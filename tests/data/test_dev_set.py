@@ -3,11 +3,12 @@
 import json
 
 import pytest
-from tiny_data import context, dpr, write
+from tiny_data import context, dpr, lines, write
 
 from contaccum.data.dataset import open_dataset
 from contaccum.data.dev_set import hold_out, write_dev_set
 from contaccum.errors import InputError
+from contaccum.evaluation.evaluate import evaluate
 
 
 def _lines(path):
@@ -111,3 +112,23 @@ def test_held_out_training_data_keep_the_negatives_of_a_dpr_file(tmp_path):
     assert after == {text: before[text] for text in after}
     assert len(after) == 18
     assert after["query 0"] == ["h0", "o0"]
+
+
+def test_queries_with_the_id_of_a_passage_get_another_id(tmp_path):
+    """In a BEIR folder, a search would leave out the passage, here each query's positive."""
+    ids = [*range(38), "query-0", "a"]
+    records = [
+        {"query_id": key, "query": f"word{n}", "pos": [f"word{n} {n}"], "pos_id": [n]}
+        for n, key in enumerate(ids)
+    ]
+    path = write(tmp_path / "pairs.jsonl", lines(*records))
+    source = open_dataset(path, "train")
+    write_dev_set(source.retrieval_set, tmp_path / "dev", 40, 40, seed=0)
+    hold_out(source, tmp_path / "data", 4, 40, seed=0)
+    folders = [(tmp_path / "dev", "dev"), (tmp_path / "data" / "dev", "dev")]
+    folders.append((tmp_path / "data" / "train", "train"))
+    for folder, split in folders:
+        assert evaluate("bm25", folder, split=split)["mean"]["ndcg@1"] == 1.0
+    found = open_dataset(tmp_path / "dev", "dev").retrieval_set.queries
+    expected = {f"query-query-{n}": f"word{n}" for n in range(38)}
+    assert found == {**expected, "query-0": "word38", "a": "word39"}
