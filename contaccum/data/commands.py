@@ -40,6 +40,7 @@ from contaccum.data.examples import ExampleTable, build_examples
 from contaccum.data.identity import text_hash
 from contaccum.data.retrieval_set import (
     JudgedSplit,
+    Qrels,
     judged_split,
     keep_answerable,
     qrels_file,
@@ -257,7 +258,8 @@ def convert(
     split: split to read from a BEIR folder, and name of the split in a new BEIR folder. A
     conversion from BEIR to BEIR writes the whole corpus; every other conversion writes only the
     passages of the examples. From BEIR, passages with a grade above 0 become positives, and other
-    judged passages become negatives. To BEIR, positives get grade 1 and negatives get grade 0.
+    judged passages become negatives. To BEIR, positives get grade 1 and negatives get grade 0, but
+    from BEIR to BEIR the grades are copied.
     Teacher scores are checked and written, or dropped with a warning if ``to`` has no field for
     teacher scores. splits: shares of the splits train, dev and test of a new BEIR folder, such as
     0.8,0.1,0.1; None: all queries go to ``split``. seed: see ``splits_of_queries``.
@@ -273,9 +275,8 @@ def convert(
     if target.exists() and not (to == "beir" and target.is_dir() and not any(target.iterdir())):
         raise InputError(f"{target}: already exists; choose a new path")
     # the ids of queries with the same text are kept
-    data = open_dataset(source, split, policy)
-    found = data.examples(merge=False)
-    if to == "beir" and data.kind != "beir":
+    found = open_dataset(source, split, policy).examples(merge=False)
+    if to == "beir":
         found = found.with_beir_ids()
     if found.positives.scored and to in ("beir", "dpr"):
         warnings.warn(
@@ -298,20 +299,23 @@ def convert(
     grades: Mapping[str, Iterable[tuple[str, str, int]]]
     if shares is None:
         split_of = [split] * len(answerable)
-        grades = {split: grades_of(examples)}
+        grades = {split: grades_of(examples, found.qrels)}
     else:
         split_of = splits_of_queries(found.query_hashes[answerable], shares, seed, str(source))
         divided: dict[str, list[tuple[str, str, int]]] = {name: [] for name in shares}
         for name, example in zip(split_of, examples, strict=True):
-            divided[name] += grades_of([example])
+            divided[name] += grades_of([example], found.qrels)
         grades = divided
+    queries = found.queries.select(answerable)
+    judged = positives + negatives
+    if found.qrels is not None:
+        judged = np.array([len(found.qrels[key]) for key in queries["id"][:]])
     with whole_folder(target) as folder:
-        queries = beir_records(found.queries.select(answerable))
-        write_beir_folder(folder, beir_records(found.passages), queries, grades)
+        write_beir_folder(folder, beir_records(found.passages), beir_records(queries), grades)
     lines = [f"{target}: {counted(len(found.passages), 'passage')}"]
     for name in grades:
         chosen = np.array(split_of) == name
-        judgements = counted((positives + negatives)[chosen].sum(), "judgement")
+        judgements = counted(judged[chosen].sum(), "judgement")
         lines.append(f"{name}: {counted(chosen.sum(), 'query')}, {judgements}")
     return "\n".join(lines)
 
@@ -364,8 +368,16 @@ def splits_of_queries(
     return [split_of[text] for text in hashes.tolist()]
 
 
-def grades_of(examples: Iterable[Example]) -> Iterator[tuple[str, str, int]]:
-    """Yield (query id, passage id, grade): 1 for a positive, 0 for a hard negative."""
+def grades_of(
+    examples: Iterable[Example], qrels: Qrels | None = None
+) -> Iterator[tuple[str, str, int]]:
+    """Yield (query id, passage id, grade).
+
+    Without ``qrels``, the grade is 1 for a positive and 0 for a hard negative.
+    """
     for (key, _), positives, negatives, *_ in examples:
+        if qrels is not None:
+            yield from ((key, passage, grade) for passage, grade in qrels[key].items())
+            continue
         for grade, passages in ((1, positives), (0, negatives)):
             yield from ((key, passage.id, grade) for passage in passages)

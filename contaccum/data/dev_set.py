@@ -16,7 +16,7 @@ from datasets import Dataset
 from contaccum.data.commands import grades_of
 from contaccum.data.corpus import beir_query_ids, beir_records, find_rows
 from contaccum.data.dataset import RetrievalDataset
-from contaccum.data.retrieval_set import RetrievalSet
+from contaccum.data.retrieval_set import Qrels, RetrievalSet
 from contaccum.errors import InputError
 from contaccum.formats.records import Example, write_beir_folder
 from contaccum.runtime.files import whole_folder
@@ -81,9 +81,7 @@ def hold_out(
     hard_negatives: number of hard negatives per query in training. If a query has fewer, its other
     negatives fill the gap, as in ``RetrievalDataset.train_set``.
     """
-    examples = source.examples()
-    if source.kind != "beir":
-        examples = examples.with_beir_ids()
+    examples = source.examples().with_beir_ids()
     numbers = np.flatnonzero(examples.positives.lengths).tolist()
     random.Random(seed).shuffle(numbers)
     count = min(most_queries, len(numbers) // SHARE)
@@ -95,20 +93,22 @@ def hold_out(
     texts, ids = (examples.queries[column][:] for column in ("text", "id"))
     held = {ids[number]: texts[number] for number in sorted(numbers[:count])}
     passages: list[str] = examples.passages["id"]  # datasets 4.0 has no numpy.int64 as a row
-    qrels = {
-        ids[number]: {passages[row]: 1 for row in examples.positives.row(number).tolist()}
-        for number in numbers[:count]
-    }
-    grades = grades_of(
-        _filled(example, hard_negatives) for example in examples if example.query.id not in held
-    )
+    qrels: Qrels = {}
+    for number in numbers[:count]:
+        grades = examples.qrels[ids[number]] if examples.qrels is not None else {}
+        positives = [passages[row] for row in examples.positives.row(number).tolist()]
+        qrels[ids[number]] = {passage: grades.get(passage, 1) for passage in positives}
+    trained = (_filled(each, hard_negatives) for each in examples if each.query.id not in held)
     with whole_folder(folder) as part:
         dev = RetrievalSet(examples.passages, held, qrels)
         write_dev_set(dev, part / "dev", count, most_passages, seed)
         (part / "train").mkdir()
         others = beir_records(examples.queries.select(sorted(numbers[count:])))
         write_beir_folder(
-            part / "train", beir_records(examples.passages), others, {"train": grades}
+            part / "train",
+            beir_records(examples.passages),
+            others,
+            {"train": grades_of(trained, examples.qrels)},
         )
 
 

@@ -114,6 +114,8 @@ class ExampleTable:
     fingerprint: str
     merged: int = 0  # number of records with the query of an earlier record
     copies: int = 0  # number of hard negatives that are left out: they have a positive's text
+    # grades of a BEIR folder: query id -> passage id -> grade
+    qrels: dict[str, dict[str, int]] | None = None
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self.positives.lengths))
@@ -122,7 +124,9 @@ class ExampleTable:
         return self.part(0, len(self))
 
     def with_beir_ids(self) -> "ExampleTable":
-        """Return the examples of a file with query ids for a BEIR folder."""
+        """Return the examples with query ids for a BEIR folder. Those of a BEIR folder stay."""
+        if self.qrels is not None:
+            return self
         ids = beir_query_ids(self.queries["id"][:], self.passages)
         return replace(
             self, queries=Dataset.from_dict({"id": ids, "text": self.queries["text"][:]})

@@ -73,9 +73,10 @@ class JudgedSplit(RetrievalSet):
     def examples(self, repair: bool = False, merge: bool = True) -> ExampleTable:
         """Convert the split to training examples.
 
-        merge: whether queries with the same text become one. Judged passages with a grade of 0 or
-        less become hard negatives. A judgement whose passage is not in the corpus raises
-        InputError; with ``repair``, it is dropped, and a warning gives the number.
+        merge: whether queries with the same text become one; the highest of their grades is used.
+        Judged passages with a grade of 0 or less become hard negatives. A judgement whose passage
+        is not in the corpus raises InputError; with ``repair``, it is dropped, and a warning gives
+        the number.
         """
         if self.unknown and not repair:
             raise InputError(
@@ -90,12 +91,15 @@ class JudgedSplit(RetrievalSet):
             )
         queries: dict[object, tuple[int, str, str]] = {}  # different queries: number, id, text
         entries = []  # query, kind and row of each judged passage
+        qrels: Qrels = {}
         for key, text in self.queries.items():
             same = text_hash(text) if merge else key
-            number, *_ = queries.setdefault(same, (len(queries), key, text))
+            number, first, _ = queries.setdefault(same, (len(queries), key, text))
+            grades = qrels.setdefault(first, {})
             for passage, grade in self.qrels[key].items():
                 if passage in self.rows:
                     entries.append((number, int(grade <= 0), self.rows[passage]))
+                    grades[passage] = max(grade, grades.get(passage, grade))
         numbers, kinds, rows = np.array(entries, dtype=np.int64).reshape(-1, 3).T
         lists = lists_of(numbers, kinds, rows, self.passage_hashes, len(queries))
         if len(lists.copies):
@@ -111,6 +115,7 @@ class JudgedSplit(RetrievalSet):
             lists.others,
             self.corpus_hash,
             copies=len(lists.copies),
+            qrels=qrels,
         )
 
 

@@ -76,6 +76,22 @@ def test_beir_to_beir_keeps_the_whole_corpus_and_split_name(tmp_path):
     assert meaning(tmp_path / "t", "dev") == meaning(tmp_path / "s", "dev")
 
 
+def test_a_copy_of_a_beir_folder_has_its_grades(tmp_path):
+    """Also of a negative with the text of a positive, which training leaves out."""
+    graded = "q0\tp0\t3\nq0\tp1\t1\nq0\tp2\t0\nq0\tp3\t-1\nq1\tp1\t2\nq1\tp5\t0\n"
+    source = beir(tmp_path / "s", graded)
+    with (source / "corpus.jsonl").open("a") as corpus:
+        corpus.write(lines({"_id": "copy", "title": "title 0", "text": "text 0"}))
+    with (source / "qrels" / "train.tsv").open("a") as qrels:
+        qrels.write("q0\tcopy\t0\n")
+    with pytest.warns(UserWarning, match="left out 1 hard negative"):
+        said = convert(source, tmp_path / "t", "beir", splits="0.5,0,0.5")
+    expected = open_retrieval_set(source, "train").qrels
+    found = [open_retrieval_set(tmp_path / "t", split).qrels for split in ("train", "test")]
+    assert found[0] | found[1] == expected
+    assert sorted(line[-12:] for line in said.splitlines()[1:]) == ["2 judgements", "5 judgements"]
+
+
 def test_files_with_equal_ids_of_queries_and_passages_become_beir_folders(tmp_path):
     """A search in a BEIR folder leaves out the passage with the id of the query."""
     records = [

@@ -65,6 +65,15 @@ def test_held_out_queries_leave_the_training_queries(folder, tmp_path):
     assert kept.keys() | dev.queries.keys() == different
     assert not kept.keys() & dev.queries.keys()
     assert not {example.query.text for example in train} & set(dev.queries.values())
+    trained = open_dataset(tmp_path / "data" / "train", "train").retrieval_set.qrels
+    for number in (number for number in range(40) if number >= 10 or number % 2 == 0):
+        both = range(number, number + (2 if number < 10 else 1))  # two queries with one text
+        grades = {f"p{3 * n + i}": (2, 1, 0)[i] for n in both for i in range(3)}
+        name = f"q{number}"
+        if name in dev.qrels:  # without the grade 0, so that the dev set stays small
+            assert dev.qrels[name] == {p: grade for p, grade in grades.items() if grade}
+        else:
+            assert trained[name] == grades
     assert {p.id for p in kept["q39"].positives} == {"p117", "p118"} if "q39" in kept else True
     assert all(len(kept[f"q{n}"].negatives) == 1 for n in range(10, 40) if f"q{n}" in kept)
     assert all(len(kept[f"q{n}"].negatives) == 2 for n in range(0, 10, 2) if f"q{n}" in kept)
@@ -132,3 +141,11 @@ def test_queries_with_the_id_of_a_passage_get_another_id(tmp_path):
     found = open_dataset(tmp_path / "dev", "dev").retrieval_set.queries
     expected = {f"query-query-{n}": f"word{n}" for n in range(38)}
     assert found == {**expected, "query-0": "word38", "a": "word39"}
+
+
+def test_queries_with_one_text_use_the_highest_of_their_grades(folder):
+    with (folder / "qrels" / "train.tsv").open("a") as file:
+        file.write("q1\tp0\t3\nq1\tp2\t0\nq1\tp1\t0\n")
+    with pytest.warns(UserWarning, match="left out 1 hard negative"):
+        grades = open_dataset(folder, "train").examples().qrels["q0"]
+    assert grades == {"p0": 3, "p1": 1, "p2": 0, "p3": 2, "p4": 1, "p5": 0}
