@@ -282,7 +282,7 @@ def results(
                 "better": one.wins,
                 "worse": one.losses,
                 "p": test.p,
-                "p_queries": one.p_permutation,
+                "p_queries": test.p_queries,
             }
         rows.append(row)
     return rows

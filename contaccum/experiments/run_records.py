@@ -5,7 +5,7 @@ import os
 import re
 import statistics
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -255,16 +255,15 @@ def group_runs(runs: list[RunRecord], labels: Mapping[Path, str] | None = None) 
 
 
 class Difference(NamedTuple):
-    """Comparison of a group with a reference group. The p values are corrected by Holm's method."""
+    """Comparison of a group with a reference group."""
 
     group: RunGroup
     reference: RunGroup
-    found: Comparison
-
-    @property
-    def p(self) -> float:
-        """P value over queries and seeds. With fewer than two common seeds: over queries."""
-        return self.found.p_permutation if self.found.p_both is None else self.found.p_both
+    found: Comparison  # its p values are not corrected
+    p: float
+    """P value over queries and seeds. With fewer than two common seeds: over queries. This and
+    ``p_queries`` are corrected by Holm's method for the number of comparisons."""
+    p_queries: float  # p value over queries
 
 
 def differences(
@@ -284,18 +283,9 @@ def differences(
     best = best_first(candidates, metric)[0]
     tested = [group for group in evaluated if group is not best]
     found = [compare(group.per_query(), best.per_query(), metric) for group in tested]
-    # Holm's method corrects each of the two kinds of test on its own
-    over_queries = holm([one.p_permutation for one in found])
-    over_both = iter(holm([one.p_both for one in found if one.p_both is not None]))
+    p = holm([one.p_permutation if one.p_both is None else one.p_both for one in found])
+    p_queries = holm([one.p_permutation for one in found])
     return [
-        Difference(
-            group,
-            best,
-            replace(
-                one,
-                p_permutation=p,
-                p_both=None if one.p_both is None else next(over_both),
-            ),
-        )
-        for group, one, p in zip(tested, found, over_queries, strict=True)
+        Difference(group, best, *rest)
+        for group, *rest in zip(tested, found, p, p_queries, strict=True)
     ]

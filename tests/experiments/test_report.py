@@ -2,9 +2,9 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers import train_config
 
@@ -227,9 +227,8 @@ def test_mean_deviation_and_reference_equal_hand_computed_values(tmp_path):
     # Holm's method: the smaller of two p values is doubled
     plain = [compare(one.group.per_query(), one.reference.per_query(), "ndcg@10") for one in found]
     for name in ("p_permutation", "p_both"):
-        before, after = (
-            [getattr(one, name) for one in tests] for tests in (plain, [one.found for one in found])
-        )
+        before = [getattr(one, name) for one in plain]
+        after = [one.p if name == "p_both" else one.p_queries for one in found]
         assert min(after) == pytest.approx(min(1.0, 2 * min(before)))
         assert max(after) == pytest.approx(max(2 * min(before), max(before)))
 
@@ -268,21 +267,29 @@ def test_verdict_names_the_best_setting_and_what_differs_from_the_reference(tmp_
     (one, *_) = differences(groups, "ndcg@10", {run.folder for run in groups[0].runs})
     assert one.found.difference > 0
     for p, kind in ((0.04, "better"), (0.06, "not significantly different")):
-        changed = one._replace(found=replace(one.found, p_permutation=0.01, p_both=p))
-        words = verdict(groups, "ndcg@10", [changed])
+        words = verdict(groups, "ndcg@10", [one._replace(p=p, p_queries=0.01)])
         assert words.endswith(
             f" Compared with {groups[0].label} (p below 0.05): {kind}: {one.group.label}."
         )
 
 
 def test_p_is_over_queries_where_a_setting_has_a_single_seed(tmp_path):
+    """Holm's method then corrects p values of both kinds together."""
+    rng = np.random.default_rng(0)
     for name, method, seed, score in (
-        ("a0", "grad_cache", 0, 0.3), ("a1", "grad_cache", 1, 0.31), ("b0", "cont_accum", 0, 0.4),
-        ("b1", "cont_accum", 1, 0.44), ("c0", "grad_accum", 0, 0.2),
+        ("a0", "grad_cache", 0, 0.3), ("a1", "grad_cache", 1, 0.31), ("b0", "cont_accum", 0, 0.34),
+        ("b1", "cont_accum", 1, 0.38), ("c0", "grad_accum", 0, 0.22),
     ):  # fmt: skip
-        folder(tmp_path / name, method, [1.0], score, seed=seed)
+        metrics = folder(tmp_path / name, method, [1.0], score, seed=seed) / "metrics.json"
+        content = json.loads(metrics.read_text())
+        for values in content["per_query"].values():
+            values["ndcg@10"] += rng.normal(0, 0.05)
+        metrics.write_text(json.dumps(content))
     groups = group_runs(
         [load_run_record(tmp_path / name) for name in ("a0", "a1", "b0", "b1", "c0")]
     )
     found = differences(groups, "ndcg@10", {tmp_path / "a0"})
-    assert [one.p for one in found] == [found[0].found.p_both, found[1].found.p_permutation]
+    raw = [found[0].found.p_both, found[1].found.p_permutation]
+    assert found[1].found.p_both is None
+    assert 0 < 2 * raw[1] < raw[0] < 0.5
+    assert [one.p for one in found] == [raw[0], 2 * raw[1]]  # the smaller of two is doubled
