@@ -59,6 +59,11 @@ ATTENTION_INPUTS = ("query", "q_proj", "q_lin", "q", "Wqkv", "c_attn", "query_ke
 # matches the names of module attributes that hold a dropout probability as a number, but not
 # layerdrop
 DROPOUT_NUMBER = re.compile("dropout|pdrop")
+# settings of a backbone that do not change its vectors, or that the fingerprint has elsewhere
+NOT_IN_VECTORS = {
+    "_name_or_path", "architectures", "auto_map", "dtype", "quantization_config",
+    "transformers_version", "use_cache",
+}  # fmt: skip
 
 
 class DualEncoder(nn.Module):
@@ -269,6 +274,8 @@ class DualEncoder(nn.Module):
     def fingerprint(self, kind: str) -> str:
         """Return the precision and a hash of the weights, vocabulary and settings of one tower.
 
+        The settings include those of the backbone, such as the number of attention heads.
+
         Towers with the same fingerprint compute the same vectors. kind: ``query`` or ``passage``.
         """
         tower: Tower = getattr(self, f"{kind}_tower")
@@ -284,6 +291,16 @@ class DualEncoder(nn.Module):
         side = {"padding": None, "truncation": tower.tokenizer.truncation_side == "left" or None}
         tokenizer = json.loads(tower.tokenizer.backend_tokenizer.to_str()) | side
         digest.update(json.dumps(tokenizer, sort_keys=True).encode())
+        # without the defaults of transformers, as in a saved config.json
+        config = json.loads(tower.backbone.config.to_json_string())
+        config = {key: value for key, value in config.items() if key not in NOT_IN_VECTORS}
+        scales = {
+            name: module.scaling
+            for name, module in tower.backbone.named_modules()
+            if hasattr(module, "lora_A")
+        }
+        activations = [type(dense.activation).__name__ for dense in tower.dense]
+        digest.update(json.dumps([config, scales, activations], sort_keys=True).encode())
         names = ["pooling", "similarity", f"max_{kind}_length", f"{kind}_prefix"]
         if self.settings.truncate_dim is not None:
             names.append("truncate_dim")

@@ -223,6 +223,13 @@ def test_saved_adapter_gives_equal_vectors_in_every_library(family, tie, tmp_pat
     np.testing.assert_allclose(alone.encode(TEXTS), ours.encode_queries(TEXTS), atol=1e-6)
     theirs.save(str(tmp_path / "theirs"), create_model_card=False)
     assert apart(DualEncoder.load(tmp_path / "theirs"), theirs) < 1e-6
+    for name in ("query_encoder", "passage_encoder"):
+        (tmp_path / "model" / name / "adapter_config.json").write_text(
+            json.dumps({**said, "lora_alpha": 2 * said["lora_alpha"]})
+        )
+    stronger = DualEncoder.load(tmp_path / "model")
+    assert apart(stronger, ours) > 0.01
+    assert stronger.fingerprint("query") != ours.fingerprint("query")
 
 
 def test_push_needs_an_adapter_base_on_the_hub(tmp_path):

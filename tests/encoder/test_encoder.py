@@ -153,6 +153,39 @@ def test_truncation_on_the_left_changes_the_fingerprint():
     assert encoder.fingerprint("query") != fingerprint
 
 
+@pytest.mark.parametrize(
+    ("family", "setting", "value"),
+    [
+        ("bert", "num_attention_heads", 8),
+        ("bert", "hidden_act", "relu"),
+        ("qwen3", "rope_parameters", {"rope_theta": 10.0, "rope_type": "default"}),
+    ],
+)
+def test_a_setting_of_the_backbone_that_changes_vectors_changes_the_fingerprint(
+    family, setting, value, tmp_path
+):
+    folder = family_folder(family, tmp_path / "model")
+    before = DualEncoder.load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    vectors = before.encode_passages(TEXTS)
+    for changes, same in (({setting: value}, False), ({"architectures": ["Other"]}, True)):
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        after = DualEncoder.load(folder)
+        assert np.array_equal(after.encode_passages(TEXTS), vectors) == same
+        assert (after.fingerprint("passage") == before.fingerprint("passage")) == same
+
+
+def test_a_saved_encoder_replaces_an_older_one_and_nothing_else(tmp_path):
+    for prefix in ("the ", "sea "):
+        words_encoder(query_prefix=prefix).save(tmp_path / "model")
+    assert DualEncoder.load(tmp_path / "model").settings.query_prefix == "sea "
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")
+    with pytest.raises(InputError, match="contains files that do not belong to a saved model"):
+        words_encoder().save(tmp_path / "photos")
+    assert (tmp_path / "photos" / "cat.jpg").read_bytes() == b"cat"
+
+
 def test_sentence_transformers_settings_are_loaded(minilm):
     texts = ["Where do owls live?", "Owls live in old barns. " * 40]
     ours = DualEncoder.load(minilm)
