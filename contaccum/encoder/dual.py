@@ -24,6 +24,7 @@ from contaccum.batch import ONE_TOKEN, MicroBatch, Tokens
 from contaccum.encoder.adapters import Adapters
 from contaccum.encoder.folders import (
     NO_LIMIT,
+    SETTINGS_FILE,
     EncoderFiles,
     EncoderSettings,
     make_settings,
@@ -47,7 +48,7 @@ from contaccum.encoder.tower import (
 )
 from contaccum.errors import InputError
 from contaccum.runtime.checks import require_texts
-from contaccum.runtime.files import whole_folder
+from contaccum.runtime.files import refuse_other_files, whole_folder
 from contaccum.runtime.prefetch import prefetch
 from contaccum.runtime.processes import PRECISIONS, Processes
 
@@ -403,9 +404,11 @@ class DualEncoder(nn.Module):
     def save(self, folder: str | Path) -> None:
         """Save both towers as one model, which contaccum and sentence-transformers can load.
 
-        If an error occurs, no file is written. With sharded weights, all processes must call this
-        function; process 0 writes.
+        An older model in ``folder`` is replaced. If an error occurs, no file is written. With
+        sharded weights, all processes must call this function; process 0 writes. Raises InputError
+        if the folder contains other files.
         """
+        refuse_other_files(Path(folder), SETTINGS_FILE, "a saved model")
         if self.group is not None and not self.group.is_main:
             send_weights(self.towers)
             return

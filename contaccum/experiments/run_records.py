@@ -286,6 +286,6 @@ def differences(
     p = holm([one.p_permutation if one.p_both is None else one.p_both for one in found])
     p_queries = holm([one.p_permutation for one in found])
     return [
-        Difference(group, best, *rest)
-        for group, *rest in zip(tested, found, p, p_queries, strict=True)
+        Difference(group, best, found[number], p[number], p_queries[number])
+        for number, group in enumerate(tested)
     ]

@@ -16,7 +16,13 @@ from contaccum.errors import InputError, library_errors
 from contaccum.retrieval.exact import best_first
 from contaccum.retrieval.faiss_library import GPU_LIMIT, load_faiss, reason_of, search_gpus
 from contaccum.retrieval.shards import MANIFEST, Shards, count_rows, row_blocks
-from contaccum.runtime.files import read_json, sha256_of, whole_folder, write_json
+from contaccum.runtime.files import (
+    read_json,
+    refuse_other_files,
+    sha256_of,
+    whole_folder,
+    write_json,
+)
 from contaccum.runtime.units import counted
 
 VERSION = 1
@@ -97,7 +103,8 @@ class Index:
         """
         if (Path(folder) / MANIFEST).is_file():
             return cls.load(folder, origin, device)
-        _refuse_other_files(Path(folder))  # check before the slow build
+        # check before the slow build
+        refuse_other_files(Path(folder), INDEX_FILE, "an index")
         index = cls.build(shards(), origin, device)
         index.save(folder)
         return index
@@ -157,7 +164,7 @@ class Index:
 
         The folder appears only when it is complete.
         """
-        _refuse_other_files(Path(folder))
+        refuse_other_files(Path(folder), INDEX_FILE, "an index")
         with whole_folder(folder) as part:
             load_faiss().write_index(self.index, str(part / INDEX_FILE))
             manifest = _Manifest(self.origin, sha256_of(part / INDEX_FILE))
@@ -187,17 +194,6 @@ class Index:
                 "folder to build the index again."
             )
         return cls(load_faiss().read_index(str(file)), manifest.origin, device)
-
-
-def _refuse_other_files(folder: Path) -> None:
-    """Raise InputError if a folder has files that ``save`` would delete, and is not an index."""
-    if (folder / MANIFEST).is_file():
-        read_json(folder / MANIFEST, _Manifest)
-    elif folder.is_dir() and any(path.name != ".DS_Store" for path in folder.iterdir()):
-        raise InputError(
-            f"{folder}: contains files that do not belong to an index; choose an empty folder or "
-            "the folder of an index"
-        )
 
 
 def training_rows(faiss: ModuleType, index: Any) -> int:

@@ -306,6 +306,21 @@ def check_type(value: Any, type_: Any, where: str) -> Any:
         raise InputError(f"{where}: {error}") from error
 
 
+def refuse_other_files(folder: Path, marker: str, what: str) -> None:
+    """Raise InputError if ``folder`` has files, but not the file ``marker``.
+
+    ``whole_folder`` would delete these files. what: what a folder with ``marker`` contains, such as
+    "an index".
+    """
+    if not folder.is_dir() or (folder / marker).is_file():
+        return
+    if any(path.name != ".DS_Store" for path in folder.iterdir()):
+        raise InputError(
+            f"{folder}: contains files that do not belong to {what}; choose an empty folder or "
+            f"the folder of {what}"
+        )
+
+
 @contextmanager
 def whole_folder(path: str | Path) -> Iterator[Path]:
     """Yield a temporary folder.

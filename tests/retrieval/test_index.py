@@ -349,5 +349,5 @@ def test_a_folder_of_something_else_is_refused_before_the_index_is_built(tmp_pat
     ):
         with pytest.raises(InputError, match=words):
             Index.load_or_build(tmp_path / name, KEPT, lambda: pytest.fail("the index was built"))
-    with pytest.raises(InputError, match="Object missing required field `origin`"):
+    with pytest.raises(InputError, match="contains files that do not belong to an index"):
         Index.build(shards(), FLAT).save(tmp_path / "vectors")
