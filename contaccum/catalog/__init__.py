@@ -89,6 +89,24 @@ def find(name: str | Path) -> Callable[[str], Path]:
     return lambda split: download.beir_folder(text)
 
 
+def source_of(name: str, split: str) -> tuple[str, str, str]:
+    """Return the path or name, the configuration and the split that are read. Download nothing.
+
+    They are equal for the same queries. The split of a Hub name replaces ``split``, and the split
+    of a file is empty.
+    """
+    text, configuration = os.path.expanduser(name), ""
+    if text.startswith(HUB_PREFIX) and not os.path.exists(text):
+        from contaccum.catalog.hub_sets import HubName
+
+        hub = HubName.of(text)
+        text, configuration = hub.repository, hub.configuration or ""
+        split = "" if hub.local_files() else hub.split or split
+    elif text.startswith(("dpr/", "nanobeir/")) and not os.path.exists(text):
+        split = ""  # each has only one
+    return os.path.realpath(text), configuration, "" if os.path.isfile(text) else split
+
+
 def _is_path(text: str) -> bool:
     """Return whether a text that is no existing path can be no name of a data set, only a path."""
     if text.startswith((HUB_PREFIX, "nanobeir/", "mteb/", "miracl/")):

@@ -51,7 +51,7 @@ from contaccum.experiments.auto_state import (
     parse_time,
     passes,
 )
-from contaccum.experiments.compare import Configure
+from contaccum.experiments.compare import Configure, require_unseen
 from contaccum.experiments.jobs import Kind, contents_of, delete_weights, run_job
 from contaccum.experiments.report import write_page
 from contaccum.experiments.run_records import (
@@ -169,6 +169,8 @@ class Auto:
                 "and the split loses the teacher scores."
             )
         test = options.test or (base.data.train if options.test_split in splits else None)
+        if test:
+            require_unseen(test, options.test_split, replace(base.data, dev=dev), tuned=True)
         self.test_source = (test, options.test_split) if test else None
         self.dev = {"data": str(self.output / "data" / "dev"), "split": "dev"}
         self.test = {"data": test, "split": options.test_split} if test else self.dev

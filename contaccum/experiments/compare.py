@@ -1,7 +1,6 @@
 """``contaccum compare``: train and evaluate methods, settings and seeds on the same data."""
 
 import itertools
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +9,8 @@ from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
-from contaccum.config import METHOD_SPECS, TrainConfig, validate
+from contaccum.catalog import source_of
+from contaccum.config import METHOD_SPECS, DataConfig, MixtureConfig, TrainConfig, validate
 from contaccum.config.experiments import CompareConfig
 from contaccum.errors import Failed, InputError
 from contaccum.experiments.jobs import (
@@ -158,22 +158,17 @@ class Study:
 
         Raise InputError if training or tuning would use the test data.
         """
-        data = self.base.data
-        test, split = self.options.test or data.train, self.options.test_split
+        test, split = self.options.test or self.base.data.train, self.options.test_split
         if not test:
             raise InputError(
                 "--test is not set. With data.mixture, --test must name the test data."
             )
-        if _queries(test, split) == _queries(data.train, data.split):
-            raise InputError(
-                f"the test data is the training data ({test} {split}); name other data with --test"
-            )
-        if self.tuned and not data.dev:
+        if self.tuned and not self.base.data.dev:
             raise InputError("data.dev: not set; tuning needs dev data")
-        if self.tuned and _queries(data.dev or "", data.dev_split) == _queries(test, split):
-            raise InputError(
-                f"data.dev is the test data ({test} {split}); tuning needs other queries"
-            )
+        for variant in self.variants:
+            for candidate in variant.candidates:
+                config = self.config(tuple(variant.changes(candidate).items()))
+                require_unseen(test, split, config.data, bool(self.tuned))
         return {"data": test, "split": split}
 
     def run(self, signals: StopSignals, width: int | None) -> str:
@@ -310,9 +305,13 @@ class Study:
         return Job(name, kind, config, self.contents[key], test, keep)
 
 
-def _queries(data: str, split: str) -> tuple[str, str]:
-    """Return the real path and the split, which identify the queries of a data set.
-
-    For a file, the split is an empty string.
-    """
-    return os.path.realpath(data), "" if Path(data).is_file() else split
+def require_unseen(test: str, split: str, data: DataConfig, tuned: bool) -> None:
+    """Raise InputError if training, or tuning on the dev data, would use the test data."""
+    read = source_of(test, split)
+    for trained in data.mixture or [MixtureConfig(data.train, data.split)]:
+        if source_of(trained.train, trained.split) == read:
+            raise InputError(
+                f"the test data is the training data ({test} {split}); name other data with --test"
+            )
+    if tuned and data.dev and source_of(data.dev, data.dev_split) == read:
+        raise InputError(f"data.dev is the test data ({test} {split}); tuning needs other queries")

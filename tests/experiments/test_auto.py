@@ -330,6 +330,8 @@ def test_only_cont_accum_has_a_fixed_micro_batch(tmp_path):
     ("arguments", "sentence"),
     [
         (["--time", "soon"], "--time is 'soon'"),
+        (["--time", "1h", "--test_split", "train"], "the test data is the training data"),
+        (["--time", "1h", "--test_split", "dev"], "data.dev is the test data"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_written(
@@ -363,8 +365,8 @@ def test_the_state_is_read_after_waiting_for_another_call(tmp_path, monkeypatch)
     monkeypatch.setattr(auto.Auto, "run", lambda self: self.state.seconds)
     assert run("2m") == run("3m") == {"dev": 2.0}
     (tmp_path / "auto" / "auto.json").unlink()
-    with pytest.raises(InputError, match=r"auto\.test_split was test and is dev"):
-        run("3m", "dev")
+    with pytest.raises(InputError, match=r"auto\.test_split was test and is other"):
+        run("3m", "other")
 
 
 @pytest.mark.parametrize("kind", ["train", "test"])

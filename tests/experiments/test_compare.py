@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,9 @@ from helpers import train_config, weights, write_beir
 from processes import python
 
 from contaccum.cli import main
-from contaccum.config import MixtureConfig, to_yaml
+from contaccum.config import DataConfig, MixtureConfig, to_yaml
+from contaccum.errors import InputError
+from contaccum.experiments.compare import require_unseen
 from contaccum.experiments.jobs import Job
 from contaccum.experiments.settings import read_values, variants
 from contaccum.runtime.files import read_json
@@ -248,6 +250,42 @@ def test_wrong_options_are_refused_before_the_first_run(
     assert code == 2
     assert sentence in said
     assert not (tmp_path / "new").exists()
+
+
+HUB = "?query=question&pos=answer"
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "split", "same"),
+    [
+        ("beir", "./beir/", "train", True),
+        ("beir", "beir", "test", False),
+        ("pairs.jsonl", "pairs.jsonl", "test", True),
+        (f"hub:faq.csv{HUB}", f"hub:./faq.csv{HUB}&neg=n", "test", True),
+        (f"hub:faq{HUB}", f"hub:faq::train{HUB}", "test", True),
+        (f"hub:faq::train{HUB}", f"hub:faq::train{HUB}", "test", True),
+        (f"hub:faq::a{HUB}", f"hub:faq::b{HUB}", "train", False),
+        ("hub:owner/name", "hub:owner/name:other", "train", False),
+        ("dpr/nq-train", "dpr/nq-train", "test", True),
+        ("scifact", "scifact", "test", False),
+    ],
+)
+def test_test_data_that_training_reads_are_refused(train, test, split, same, tmp_path, monkeypatch):
+    """Alone, in a mixture and as dev data for tuning; the split in a name replaces the other."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("beir", "faq"):
+        Path(folder).mkdir()
+    for name in ("faq.csv", "pairs.jsonl", "faq/faq.csv"):
+        Path(name).write_text("question,answer\nhow,so\n")
+    mixture = [MixtureConfig("others"), MixtureConfig(train)]
+    for data, sentence in (
+        (DataConfig(train=train), "the test data is the training data"),
+        (DataConfig(mixture=mixture), "the test data is the training data"),
+        (DataConfig(train="others", dev=train, dev_split="train"), "data.dev is the test data"),
+    ):
+        with pytest.raises(InputError, match=sentence) if same else nullcontext():
+            require_unseen(test, split, data, tuned=True)
+    require_unseen(test, split, DataConfig(train="others", dev=train, dev_split="train"), False)
 
 
 def test_the_last_line_of_each_running_job_is_shown(study_folder, tmp_path, capsys, monkeypatch):
