@@ -298,6 +298,10 @@ def test_processes_count_in_what_must_divide():
     validate(config(), world=4)
     with pytest.raises(InputError, match="x 3 processes = 12"):
         validate(config(), world=3)
+    for size in (2, 10):  # in_batch ignores B
+        in_batch = config("in_batch", **{"batch.global_batch_size": size})
+        with pytest.raises(InputError, match=f"size {size} is not divisible by 4 processes$"):
+            validate(in_batch, world=4)
 
 
 def test_a_token_budget_only_wants_a_step_that_processes_can_share():

@@ -145,8 +145,9 @@ class BatchConfig:
 
     def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
         pairs = 1
-        if self.micro_batch_size != "auto" and config.micro_batch_tokens is None:
-            pairs = config.micro_batch_size(world)
+        by_tokens = self.micro_batch_tokens is not None
+        if not config.spec.whole and not by_tokens and self.micro_batch_size != "auto":
+            pairs = self.micro_batch_size
         if self.global_batch_size % (pairs * world):
             divisor = f"{world} processes"
             if pairs > 1:
