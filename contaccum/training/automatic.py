@@ -30,7 +30,10 @@ USED = 0.85  # share of the free memory that passes may use
 
 
 def with_recorded_choices(config: TrainConfig) -> TrainConfig:
-    """Return ``config`` with the values that the run to resume chose when it started."""
+    """Return ``config`` with the values that the run to resume chose when it started.
+
+    Another method chooses its own micro-batches: those of ``in_batch`` are a whole step.
+    """
     folder = Path(config.output_dir)
     if not (config.resume and (folder / CONFIG_FILE).is_file()):
         return config
@@ -40,7 +43,8 @@ def with_recorded_choices(config: TrainConfig) -> TrainConfig:
         run = replace(run, precision=old["run.precision"])
     if model.unpad == "auto":
         model = replace(model, unpad=old["model.unpad"])
-    if batch.micro_batch_size == "auto" and batch.micro_batch_tokens is None:
+    not_set = batch.micro_batch_size == "auto" and batch.micro_batch_tokens is None
+    if config.method == old["method"] and (not_set or config.spec.whole):
         batch = replace(
             batch,
             micro_batch_size=old["batch.micro_batch_size"],
@@ -82,6 +86,9 @@ def choose(config: TrainConfig, engine: Engine, encoder: DualEncoder) -> TrainCo
     batch = config.batch
     if config.micro_batches_by_memory:
         batch = replace(batch, micro_batch_tokens=token_budget(config, engine, encoder))
+    elif config.spec.whole:  # ignores both settings
+        size = config.micro_batch_size(engine.world)
+        batch = replace(batch, micro_batch_size=size, micro_batch_tokens=None)
     elif batch.micro_batch_size == "auto" and batch.micro_batch_tokens is None:
         size = config.micro_batch_size(engine.world)
         batch = replace(batch, micro_batch_size=size)
@@ -105,7 +112,7 @@ def token_budget(config: TrainConfig, engine: Engine, encoder: DualEncoder) -> i
 
 def fitting_pairs(config: TrainConfig, engine: Engine, encoder: DualEncoder) -> int:
     """Return the largest B that fits and divides a process's pairs, or 0 if it is not measured."""
-    if config.spec.whole or engine.device.type != "cuda":
+    if engine.device.type != "cuda":
         return 0
     tokens = fitting_tokens(encoder, engine, free_memory(config, engine))
     most = tokens // longest_pair(config, encoder)
@@ -198,7 +205,7 @@ def choices(config: TrainConfig) -> list[str]:
         if device == "cuda":
             tokens = f"measured at the start; passes of at most {GPU_TOKENS} tokens"
         lines.append(f"batch.micro_batch_size of {config.method}: {tokens}; at least one pair")
-    elif config.batch.micro_batch_size == "auto" and config.batch.micro_batch_tokens is None:
+    elif config.batch.micro_batch_size == "auto" and config.micro_batch_tokens is None:
         size = config.micro_batch_size(1)
         why = "the whole step" if config.spec.whole else "it decides the negatives of a query"
         lines.append(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import tiny_encoder, train_config, weights, write_beir
 
-from contaccum.config import from_mapping
+from contaccum.config import from_mapping, to_yaml
 from contaccum.errors import InputError
 from contaccum.runtime.engine import Engine
 from contaccum.training import automatic
@@ -66,13 +66,29 @@ def test_micro_batch_size_by_method():
         assert chosen(method).batch.micro_batch_size == 8
         assert chosen(method, **{"batch.global_batch_size": 12}).batch.micro_batch_size == 6
         assert chosen(method).micro_batch_tokens is None
-    assert chosen("in_batch").batch.micro_batch_size == 16
+    for ignored in ({}, {"batch.micro_batch_size": 4}, {"batch.micro_batch_tokens": 200}):
+        in_batch = chosen("in_batch", **ignored)
+        assert in_batch.batch.micro_batch_size == 16
+        assert "in micro-batches of 16 pairs" in automatic.description(in_batch)
     for method in ("grad_cache", "cont_cache"):
         assert chosen(method).micro_batch_tokens == automatic.CPU_TOKENS
         # a pair has up to 16 + 200 * 16 tokens
         assert chosen(method, **{"data.hard_negatives": 199}).micro_batch_tokens == 3216
         assert chosen(method, **{"batch.micro_batch_size": 4}).micro_batch_tokens is None
         assert chosen(method, **{"batch.micro_batch_tokens": 99}).micro_batch_tokens == 99
+
+
+def test_a_run_resumed_with_another_method_chooses_its_own_micro_batches(tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(chosen("in_batch")))
+
+    def resumed(method, **changes):
+        changes = {"batch.micro_batch_size": "auto", "output_dir": str(tmp_path), **changes}
+        config = train_config("data", tmp_path, method, resume=True, **changes)
+        return automatic.with_recorded_choices(config).batch.micro_batch_size
+
+    assert resumed("grad_cache") == "auto"
+    # negative control: the same method, also with the ignored setting that the run started with
+    assert resumed("in_batch") == resumed("in_batch", **{"batch.micro_batch_size": 4}) == 16
 
 
 @pytest.mark.parametrize(
