@@ -138,13 +138,16 @@ def shrink(
     if config.spec.whole:
         problem = f"{config.method} cannot split its step into micro-batches"
         advice = (
-            "Use grad_cache, which computes the same gradients in the memory of one micro-batch."
+            "Continue with --resume --allow_changes true --method grad_cache, which computes the "
+            "same gradients in the memory of one micro-batch."
         )
     elif not size.shrink(step):
         problem = "smaller micro-batches are impossible"
+        # the checkpoints need the other settings unchanged
         advice = (
-            "Lower model.max_passage_length, data.hard_negatives or bank.size, or set "
-            "model.gradient_checkpointing."
+            "Continue with --resume --allow_changes true --model.gradient_checkpointing true, or "
+            "start a new run with a lower model.max_passage_length, data.hard_negatives or "
+            "bank.size."
         )
     else:
         effect = (

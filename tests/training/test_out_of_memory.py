@@ -260,8 +260,18 @@ def test_drift_measures_steps_since_the_last_change_of_size(
 @pytest.mark.parametrize(
     ("method", "changes", "sentence"),
     [
-        ("cont_accum", {"batch.micro_batch_size": 1}, "smaller micro-batches are impossible"),
-        ("in_batch", {}, "in_batch cannot split its step into micro-batches; .* Use grad_cache"),
+        (
+            "cont_accum",
+            {"batch.micro_batch_size": 1},
+            "smaller micro-batches are impossible; .* Continue with --resume --allow_changes true "
+            "--model.gradient_checkpointing true, or start a new run with a lower",
+        ),
+        (
+            "in_batch",
+            {},
+            "in_batch cannot split its step into micro-batches; .* Continue with --resume "
+            "--allow_changes true --method grad_cache",
+        ),
     ],
 )  # fmt: skip
 def test_unrecoverable_out_of_memory_is_one_sentence(
