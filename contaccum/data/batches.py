@@ -182,8 +182,12 @@ class Batches:
         query_tokens: TokenTable | JoinedTokens,
         passage_tokens: TokenTable | JoinedTokens,
         form: BatchForm,
+        query_prefix: str = "",
     ) -> None:
-        """Raise InputError if a query and its passages exceed ``micro_batch_tokens`` tokens."""
+        """Raise InputError if a query and its passages exceed ``micro_batch_tokens`` tokens.
+
+        query_prefix: that of the model, which the sets of a mixture without an own one use.
+        """
         assert 0 <= form.rank < form.world
         assert len(query_tokens) == len(train_set.queries)
         assert len(passage_tokens) == len(train_set.passages)
@@ -191,7 +195,7 @@ class Batches:
         self._form = form
         self._query_ids = train_set.queries["id"]
         self._passage_numbers = train_set.passage_numbers
-        self._relevant = train_set.relevant
+        self._relevant = train_set.relevant(query_prefix)
         self._query_tokens = query_tokens
         self._passage_tokens = passage_tokens
         self.size = form.micro_batch_tokens or form.micro_batch_size

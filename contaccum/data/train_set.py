@@ -28,9 +28,7 @@ class TrainSet:
 
     queries: Dataset  # n rows, columns id and text
     passages: Dataset  # m rows, columns id, title, text
-    query_hashes: (
-        np.ndarray
-    )  # (n,) int64, hash of each query's text (and of its prefix in a mixture)
+    query_hashes: np.ndarray  # (n,) int64, hash of each query's text
     passage_hashes: np.ndarray  # (m,) int64, hash of each passage's text
     positives: Ragged  # n lists, none empty
     negatives: Ragged  # n lists; all are empty if no hard negatives were requested
@@ -47,13 +45,17 @@ class TrainSet:
         """Number of each passage, (m,) int64: the row number of the first passage with its text."""
         return first_with_same_text(self.passage_hashes)
 
-    @cached_property
-    def relevant(self) -> Ragged:
+    def relevant(self, model_prefix: str = "") -> Ragged:
         """Numbers of all passages known to be relevant for each query, n lists.
 
-        These are the positives of all queries with the same text, also in other sets of a mixture.
+        These are the positives of all queries with the same prefix and text, also in other sets of
+        a mixture. model_prefix: prefix of the queries of sets without an own one.
         """
-        _, same = np.unique(self.query_hashes, return_inverse=True)
+        hashes = []
+        for member in self.members:
+            prefix = model_prefix if member.query_prefix is None else member.query_prefix
+            hashes.append(member.set.query_hashes ^ text_hash(prefix))
+        _, same = np.unique(np.concatenate(hashes), return_inverse=True)
         numbers = self.passage_numbers[self.positives.values]
         return Ragged.grouped(same[self.positives.owners], numbers, int(same.max()) + 1).take(same)
 
@@ -133,20 +135,13 @@ def mixture_of(members: Sequence[Member]) -> TrainSet:
     return TrainSet(
         queries=concatenate_datasets([part.queries for part in sets]),
         passages=concatenate_datasets([part.passages for part in sets]),
-        query_hashes=np.concatenate([_prefixed_hashes(member) for member in members]),
+        query_hashes=np.concatenate([part.query_hashes for part in sets]),
         passage_hashes=np.concatenate([part.passage_hashes for part in sets]),
         positives=Ragged.concatenated([part.positives for part in sets], sizes),
         negatives=Ragged.concatenated([part.negatives for part in sets], sizes),
         fingerprint=hashlib.blake2b(fingerprints.encode(), digest_size=16).hexdigest(),
         parts=tuple(members),
     )
-
-
-def _prefixed_hashes(member: Member) -> np.ndarray:
-    """Return hashes of the queries of a set: with different prefixes, equal texts are different."""
-    if member.query_prefix is None:
-        return member.set.query_hashes
-    return member.set.query_hashes ^ text_hash(member.query_prefix)
 
 
 def from_examples(examples: ExampleTable, hard_negatives: int, with_scores: bool) -> TrainSet:

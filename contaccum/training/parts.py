@@ -155,7 +155,7 @@ def build_batches(
         data.fill_negatives,
         config.batch.order,
     )
-    return Batches(train_set, sampler, query_tokens, passage_tokens, form)
+    return Batches(train_set, sampler, query_tokens, passage_tokens, form, settings.query_prefix)
 
 
 def _untrained_encoder(config: TrainConfig, engine: Engine) -> DualEncoder:

@@ -113,15 +113,19 @@ def test_queries_of_a_beir_folder_with_the_same_text_share_their_positives(tmp_p
 def test_sets_of_a_mixture_know_each_others_positives(tmp_path):
     files = [write(tmp_path / f"{n}.jsonl", lines(row)) for n, row in enumerate(FRANCE)]
 
-    def relevant(*prefixes):
+    def relevant(*prefixes, model=""):
         members = [
             MixtureConfig(train=str(path), query_prefix=prefix)
             for path, prefix in zip(files, prefixes, strict=True)
         ]
-        return load_training(DataConfig(mixture=members)).relevant.lengths.tolist()
+        found = load_training(DataConfig(mixture=members))
+        return found.relevant(model).lengths.tolist()
 
     assert relevant(None, None) == relevant("query: ", "query: ") == [2, 2]
     assert relevant("query: ", "question: ") == [1, 1]
+    # a set without a prefix has the model's
+    assert relevant("", None) == relevant("query: ", None, model="query: ") == [2, 2]
+    assert relevant("", None, model="query: ") == relevant("query: ", None) == [1, 1]
 
 
 # passages

@@ -76,7 +76,7 @@ def test_sets_are_drawn_by_weight_each_in_its_own_order(batches, given, share, s
     for step in steps[:50]:
         for query, passages in zip(step.queries, step.passages, strict=True):
             positives = set(found.positives.row(query).tolist())
-            assert passages[0] in positives == set(found.relevant.row(query).tolist())
+            assert passages[0] in positives == set(found.relevant().row(query).tolist())
             assert passages[1] in set(found.negatives.row(query).tolist())
             both = {
                 f"{found.passages[int(row)]['text']}".startswith(("a lark", "larks", "an owl"))
@@ -142,6 +142,25 @@ def test_each_set_uses_its_prefixes(sets, tmp_path):
     assert batches._query_tokens.longest() == max(
         batches._query_tokens.lengths(np.arange(sum(SIZES)))
     )
+
+
+@pytest.mark.parametrize(("prefix", "known"), [("lives ", {3}), ("", {1, 2})])
+def test_a_set_without_a_prefix_shares_positives_by_the_prefix_of_the_model(
+    prefix, known, sets, tmp_path
+):
+    rows = [
+        {"query": f"which bird sings in {n}", "pos": [f"a wren of {n}"], "neg": [f"a crow of {n}"]}
+        for n in range(SIZES[1])
+    ]
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = train_config(tmp_path, tmp_path, **{"model.query_prefix": "lives "})
+    config.data = mixed([sets[1], str(tmp_path / "more.jsonl")])
+    config.data.mixture[0] = replace(config.data.mixture[0], query_prefix=prefix)
+    found = load_training(config.data)
+    encoder = parts.build_encoder(config, found)
+    batches = parts.build_batches(config, Engine(device="cpu"), encoder, found)
+    positives = [(micro.ids.positives >= 0).sum(dim=1).tolist() for micro in batches.step(0)]
+    assert {count for counts in positives for count in counts} == known
 
 
 def test_a_mixture_resumes_byte_identical_and_one_set_equals_no_mixture(sets, tmp_path):
