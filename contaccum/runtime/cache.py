@@ -27,6 +27,7 @@ def cached_folder(kind: str, key: object, build: Callable[[Path], None]) -> Path
 
 
 def file_key(path: Path) -> list[Any]:
-    """Return path, size and modification time (ns) of a file: a key that changes with the file."""
+    """Return path, size and times (ns) of a file: a key that changes with the file."""
     status = path.stat()
-    return [str(path.resolve()), status.st_size, status.st_mtime_ns]
+    # programs such as rsync and tar set the modification time, but nobody can set the change time
+    return [str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
