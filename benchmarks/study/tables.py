@@ -450,10 +450,12 @@ def large_banks(studies: Studies, name: str) -> Table:
                     row[METRIC],
                     row["less no bank"],
                     row["p perm"],
+                    row["grad ratio"],
                     drift,
                 ]
             )
-    return Table(["lr", "setting", METRIC, "less no bank", "p perm", "drift per step"], rows)
+    heads = ["lr", "setting", METRIC, "less no bank", "p perm", "grad ratio", "drift per step"]
+    return Table(heads, rows)
 
 
 def hybrid(studies: Studies, name: str) -> Table:
@@ -596,6 +598,7 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
         for study in ("medquad", "scifact", "xquad")
     },
     "medquad-49152f": (large_banks, "medquad-49152f"),
+    "masked-49152f": (large_banks, "masked-49152f"),
     "7168f": (all_sets, "medquad-7168f"),
     "medquad-strongest": (strongest, "medquad-6144f"),
     **{
