@@ -21,8 +21,13 @@ from contaccum.runtime import processes
 from contaccum.runtime.engine import Engine
 from contaccum.training import parts
 
-REPLAYED = {"grad_cache replay": ("grad_cache", 0.4), "cont_cache replay": ("cont_cache", 0.4)}
-"""Partial replay: label of its gradients -> method and share."""
+REPLAYED = {
+    "grad_cache replay": ("grad_cache", 0.4),
+    "cont_cache replay": ("cont_cache", 0.4),
+    "grad_cache, few texts": ("grad_cache", 0.1),
+}
+"""Partial replay: label of its gradients -> method and share. Of few texts, some processes have
+none."""
 LONELY = "lonely"
 """Marks gradients of processes that compare only their own rows: the control."""
 

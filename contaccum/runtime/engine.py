@@ -312,6 +312,8 @@ class Engine(Processes):
         self, micro_batches: list[MicroBatch], passes: list[Pass], queries: Tensor, passages: Tensor
     ) -> list[Tensor]:
         """Return the rows of the texts of each pass, (t, d): the inverse of ``gather_pairs``."""
+        if not passes:  # partial replay chose no text of this process
+            return []
         order = torch.cat([each.rows for each in passes])
         own = self.own_texts(micro_batches, queries, passages)
         return list(
