@@ -16,7 +16,7 @@ from contaccum.batch import NO_PASSAGE, RowIds
 from contaccum.errors import InputError
 from contaccum.methods.logsumexp import CachedLogSumExp
 from contaccum.methods.pairs import IdIndex, Pairs
-from contaccum.methods.similarity import Similarity
+from contaccum.methods.similarity import Similarity, full_precision
 
 MIN_CHUNK = 1 << 18  # number of logits that the cached sums compute at once in a small bank
 
@@ -222,7 +222,8 @@ class Bank:
 
     def _logits(self, rows: slice, slots: slice) -> Tensor:
         """Return the logits of the queries in r slots and passages in s slots, (r, s, 1 + H)."""
-        logits = self.similarity.logits(self.pairs(rows), self.pairs(slots)).values
+        with full_precision(self.passages.device):
+            logits = self.similarity.logits(self.pairs(rows), self.pairs(slots)).values
         return logits.unflatten(1, (slots.stop - slots.start, self.per_slot))
 
     def _widen(self, width: int) -> None:

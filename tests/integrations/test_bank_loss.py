@@ -7,19 +7,20 @@ from contaccum.errors import InputError
 from contaccum.integrations.bank_loss import BankLoss
 
 
-def losses() -> list[float]:
+def losses(autocast: bool = False, **options) -> list[float]:
     generator = torch.Generator().manual_seed(0)
-    loss = BankLoss(bank_size=8, similarity="cosine")
+    loss = BankLoss(bank_size=8, similarity="cosine", **options)
     loss.begin()
     found = []
-    for _ in range(3):
+    for micro_batch in range(6):
         queries, passages = (
             torch.rand(4, n, 8, generator=generator, dtype=torch.float32) for n in (1, 2)
         )
-        found.append(
-            loss(queries[:, 0], passages, torch.arange(8).view(4, 2), training=True).item()
-        )
-        loss.end_step()
+        ids = torch.arange(8).view(4, 2)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found.append(loss(queries[:, 0], passages, ids, training=True).item())
+        if micro_batch % 2:
+            loss.end_step()
     return found
 
 
@@ -30,6 +31,12 @@ def test_loss_does_not_depend_on_the_default_dtype_of_torch():
         assert losses() == expected
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_autocast_around_the_loss_changes_nothing():
+    """A push computes logits of stored passages, if the bank has no hard negatives."""
+    expected = losses(hard_negatives=False)
+    assert losses(autocast=True, hard_negatives=False) == expected
 
 
 def test_a_misspelt_row_weight_is_refused():
