@@ -78,7 +78,7 @@ from contaccum.training.run_folder import flat
 BANK = {"bank.age_decay": "1.0", "bank.row_weight": "current"}
 RECIPES: tuple[dict[str, str], ...] = (
     {"method": "grad_cache"},
-    {"method": "cont_cache", "replay.share": "0.5", **BANK},
+    {"method": "cont_cache", "replay.share": "0.5", "model.dropout": "0", **BANK},
     {"method": "cont_accum", **BANK},
 )
 """Methods to try, each with its settings. Without time to choose, the first one is used: it is also

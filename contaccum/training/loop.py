@@ -154,6 +154,14 @@ class Training:
         if sharded:
             engine.shard(self.encoder, config.run.cpu_offload)
         parts.apply_switches(self.encoder, config)
+        if config.replay_share < 1 and self.encoder.has_dropout():
+            lora = " and lora.dropout 0" if config.lora.rank else ""
+            warnings.warn(
+                "with dropout, the second pass of partial replay has other noise than the first, "
+                "and its estimate is the gradient of another loss than the one that is logged; set "
+                f"model.dropout 0{lora}",
+                stacklevel=2,
+            )
         config = automatic.choose(config, engine, self.encoder)
         self.config = config
         optimizer = parts.make_optimizer(self.encoder, config.optim)
@@ -192,7 +200,9 @@ class Training:
         if engine.is_main:
             write_text(
                 self.folder / run_folder.CONFIG_FILE,
-                f"format_version: {CONFIG_VERSION}\n{to_yaml(config)}",
+                # a run that starts from this file is another one, and does not resume
+                f"format_version: {CONFIG_VERSION}\n"
+                f"{to_yaml(replace(config, resume=False, allow_changes=False))}",
             )
             if self.done < self.total or not checkpoint:
                 write_environment(self.folder, engine)

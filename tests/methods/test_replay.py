@@ -16,6 +16,7 @@ from helpers import (
     weights,
     write_beir,
 )
+from tiny_families import family_folder
 
 from contaccum.batch import Tokens, token_batches
 from contaccum.methods import METHODS, replay
@@ -328,6 +329,7 @@ def test_balancing_lowers_the_error_of_the_gradient(monkeypatch):
 # training
 
 
+@pytest.mark.filterwarnings("ignore:with dropout, the second pass")
 @pytest.mark.parametrize("method", TWO_PASS)
 def test_resumed_partial_replay_equals_uninterrupted_run_to_the_byte(method, tmp_path):
     data = write_beir(tmp_path / "data")
@@ -346,6 +348,25 @@ def test_resumed_partial_replay_equals_uninterrupted_run_to_the_byte(method, tmp
     assert all(
         line["replay_share"] == pytest.approx(0.5) and line["replay_variance"] > 0 for line in lines
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"model.dropout": None}, "set model.dropout 0$"),
+        ({"lora.rank": 2, "lora.dropout": 0.1}, "set model.dropout 0 and lora.dropout 0$"),
+    ],
+)
+def test_partial_replay_with_dropout_warns(changes, advice, tmp_path):
+    data = write_beir(tmp_path / "data")
+    changes = {
+        "model.name": str(family_folder("bert", tmp_path / "bert")),
+        "model.dropout": 0.0,
+        **changes,
+    }
+    changes |= {"replay.share": 0.5, "optim.max_steps": 1}
+    with pytest.warns(UserWarning, match=advice):
+        train(train_config(data, tmp_path / "run", "grad_cache", **changes))
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])

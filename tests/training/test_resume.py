@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers import train_config, weights, write_beir
 from processes import python
 from tiny_families import family_folder
@@ -78,6 +79,9 @@ def test_resumed_run_equals_uninterrupted_run_to_the_byte(method, data, tmp_path
     train(train_config(data, broken, method, **{"data.hard_negatives": 1, "resume": True}))
     assert weights(broken) == weights(whole)
     assert steps_of(broken) == steps_of(whole)
+    # so that a run from this file does not resume
+    settings = [yaml.safe_load((run / "config.yaml").read_text()) for run in (whole, broken)]
+    assert [one["resume"] for one in settings] == [False, False]
     last = [newest_checkpoint(run).folder for run in (whole, broken)]
     for name in ("optimizer.safetensors", "bank.safetensors"):
         assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes()
