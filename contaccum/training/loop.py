@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from contaccum.data.dataset import load_training, open_dataset
 from contaccum.data.dev_set import sample_passages
 from contaccum.data.pairs import pairs_file
 from contaccum.data.retrieval_set import RetrievalSet
+from contaccum.data.train_set import TrainSet
 from contaccum.encoder import SETTINGS_FILE
 from contaccum.errors import InputError, Interrupted, NotFiniteError
 from contaccum.evaluation.evaluate import evaluate
@@ -71,8 +72,13 @@ def train(
     check_trackers(run.trackers)
     parts.check_guide(config)
     with training_defaults(), StopSignals() as signals, run_folder.claimed_folder(config):
-        if run_folder.is_finished(config):
-            return Path(config.output_dir) / "model"
+        finished = run_folder.finished_identity(config)
+        if finished is not None:
+            data = load_data(config)
+            now = run_folder.run_identity(config, process_place()[1], data.train_set, data.dev)
+            folder = Path(config.output_dir)
+            run_folder.refuse_other_identity(folder, finished, now, config.allow_changes)
+            return folder / "model"
         engine = Engine(
             device=run.device,
             precision=run.precision,
@@ -99,6 +105,25 @@ def train(
         return training.folder / "model"
 
 
+class RunData(NamedTuple):
+    """Data of a training run."""
+
+    train_set: TrainSet
+    dev: RetrievalSet | None
+    dev_passages: int  # number of passages of the dev set before ``dev`` got a sample of them
+
+
+def load_data(config: TrainConfig) -> RunData:
+    """Load the training set and the dev set. Both are in the cache after the first call."""
+    train_set = load_training(config.data, config.distils)
+    if not config.data.dev:
+        return RunData(train_set, None, 0)
+    whole = open_dataset(config.data.dev, config.data.dev_split, config.data.policy).retrieval_set
+    passages = len(whole.corpus)
+    dev = sample_passages(whole, config.data.dev_passages or passages, config.seed)
+    return RunData(train_set, dev, passages)
+
+
 class Training:
     """One training run.
 
@@ -117,20 +142,16 @@ class Training:
         checkpoint = newest_checkpoint(self.folder) if config.resume else None
 
         # data
-        self.dev: RetrievalSet | None = None
+        with engine.main_first():  # process 0 fills the cache, and the others read it
+            data = load_data(config)
+        train_set = data.train_set
+        self.dev = data.dev
         self.whole_dev = False  # whether the dev corpus is not a sample
         self.dev_label = config.run.metric  # name of the dev score for people
-        with engine.main_first():  # process 0 fills the cache, and the others read it
-            train_set = load_training(config.data, config.distils)
-            if config.data.dev:
-                whole = open_dataset(
-                    config.data.dev, config.data.dev_split, config.data.policy
-                ).retrieval_set
-                most = config.data.dev_passages or len(whole.corpus)
-                self.dev = sample_passages(whole, most, config.seed)
-                self.whole_dev = self.dev is whole
-                if len(self.dev.corpus) < len(whole.corpus):
-                    self.dev_label += f" on {len(self.dev.corpus)} of {len(whole.corpus)} passages"
+        if self.dev:
+            self.whole_dev = len(self.dev.corpus) == data.dev_passages
+            if not self.whole_dev:
+                self.dev_label += f" on {len(self.dev.corpus)} of {data.dev_passages} passages"
         compared = {
             "checkpoint": str(checkpoint.state["step"]) if checkpoint else "",
             "config": to_yaml(config),
@@ -182,7 +203,7 @@ class Training:
         self.total = run_folder.total_steps(config, self.examples)
 
         # state of the run
-        self.identity = run_folder.run_identity(config, engine, train_set, self.dev)
+        self.identity = run_folder.run_identity(config, engine.world, train_set, self.dev)
         self.done = 0  # number of finished steps
         self.best: dict[str, Any] = {}  # step, score, metric and dev set of the best evaluation
         self.evaluated = 0  # step of the last evaluation
@@ -228,9 +249,9 @@ class Training:
     def resume(self, checkpoint: run_folder.Checkpoint, optimizer: torch.optim.Optimizer) -> None:
         """Continue from a checkpoint. If the data changed, the bank starts empty."""
         config, state = self.config, checkpoint.state
-        changes = run_folder.identity_differences(state["identity"], self.identity)
-        where = f"{checkpoint.folder}: the conditions of training changed"
-        run_folder.refuse_changes(where, changes, config.allow_changes)
+        run_folder.refuse_other_identity(
+            checkpoint.folder, state["identity"], self.identity, config.allow_changes
+        )
         restore(checkpoint, self.encoder, optimizer, self.bank)
         self.engine.load_scaler_state(state["scaler"])
         self.done = self.saved_step = state["step"]
@@ -344,7 +365,7 @@ class Training:
             self._save_model()
         self.engine.barrier()
         if self.engine.is_main and self.config.run.keep_checkpoints is None:
-            run_folder.finish(self.folder, self.total, self.examples)
+            run_folder.finish(self.folder, self.total, self.examples, self.identity)
 
     def stopped_early(self) -> bool:
         """Return whether the last evaluations were all below the best one (run.early_stopping)."""

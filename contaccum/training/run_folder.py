@@ -31,7 +31,6 @@ from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.data.train_set import TrainSet
 from contaccum.encoder import SETTINGS_FILE
 from contaccum.errors import InputError
-from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import (
     is_leftover,
     read_json,
@@ -46,7 +45,8 @@ from contaccum.runtime.units import counted
 
 CONFIG_FILE = "config.yaml"
 DEV_METRICS_FILE = "dev_metrics.json"  # metrics of the best evaluation on dev
-FINISHED_FILE = "finished.json"  # steps of a run that ended and deleted its checkpoints
+METRICS_FILE = "metrics.json"  # metrics on the test data
+FINISHED_FILE = "finished.json"  # steps and data of a run that ended and deleted its checkpoints
 MANIFEST = "manifest.json"
 # ``format_version`` of state.json; 2 and 3: other dropout noise, 4: other rounding in bf16 and fp16
 STATE_VERSION = 4
@@ -113,13 +113,13 @@ def _refuse_changed_settings(config: TrainConfig) -> None:
 
 
 def run_identity(
-    config: TrainConfig, engine: Engine, train_set: TrainSet, dev: RetrievalSet | None
+    config: TrainConfig, world: int, train_set: TrainSet, dev: RetrievalSet | None
 ) -> dict[str, Any]:
     """Return what must be the same when a run resumes: number of processes, hashes of the data.
 
-    Weights and tokenizers are loaded from the checkpoint.
+    Weights and tokenizers are loaded from the checkpoint. world: number of processes.
     """
-    identity = {"world": engine.world, "data": train_set.fingerprint}
+    identity = {"world": world, "data": train_set.fingerprint}
     if dev:
         identity[f"split {config.data.dev_split} of {config.data.dev}"] = dev.fingerprint()
     return identity
@@ -146,14 +146,15 @@ def files_in(folder: Path) -> dict[str, Path]:
     return files
 
 
-def identity_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Compare two results of ``run_identity``.
-
-    Return a text ``name was x and is y`` for each value that differs.
+def refuse_other_identity(
+    where: Path, old: dict[str, Any], new: dict[str, Any], allowed: bool
+) -> None:
+    """Compare two results of ``run_identity``, see ``refuse_changes``.
 
     Keys that only one result has are not compared: a run may resume with another dev set.
     """
-    return _changes(old, new, old.keys() & new.keys())
+    changes = _changes(old, new, old.keys() & new.keys())
+    refuse_changes(f"{where}: the conditions of training changed", changes, allowed)
 
 
 def config_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -240,16 +241,18 @@ def _fault(folder: Path) -> str | None:
     return None
 
 
-def is_finished(config: TrainConfig) -> bool:
-    """Return whether the run to resume ended without checkpoints.
+def finished_identity(config: TrainConfig) -> dict[str, Any] | None:
+    """Return the identity (see ``run_identity``) of the run to resume if it has ended.
+
+    Return None if it has not ended, or kept its checkpoints.
 
     Raises InputError if the run would now need more steps.
     """
     run = Path(config.output_dir)
     whole = (run / FINISHED_FILE).is_file() and (run / "model" / SETTINGS_FILE).is_file()
     if not config.resume or not whole or all_checkpoints(run):
-        return False
-    finished = read_json(run / FINISHED_FILE, dict[str, int], version=STATE_VERSION)
+        return None
+    finished = read_json(run / FINISHED_FILE, dict[str, Any], version=STATE_VERSION)
     total = total_steps(config, finished["examples"])
     if total > finished["total"]:
         raise InputError(
@@ -258,7 +261,7 @@ def is_finished(config: TrainConfig) -> bool:
             f"{run / 'model'} (as model.name), and set run.keep_checkpoints to be able to "
             "continue it."
         )
-    return True
+    return finished["identity"]
 
 
 def total_steps(config: TrainConfig, examples: int) -> int:
@@ -267,10 +270,13 @@ def total_steps(config: TrainConfig, examples: int) -> int:
     return config.optim.max_steps or max(1, math.ceil(epochs))
 
 
-def finish(run: Path, total: int, examples: int) -> None:
-    """Delete the checkpoints of a run whose model is complete, and record that it ended."""
-    numbers = {"format_version": STATE_VERSION, "total": total, "examples": examples}
-    write_json(run / FINISHED_FILE, numbers)
+def finish(run: Path, total: int, examples: int, identity: dict[str, Any]) -> None:
+    """Delete the checkpoints of a run whose model is complete, and record that it ended.
+
+    identity: see ``run_identity``.
+    """
+    finished = {"total": total, "examples": examples, "identity": identity}
+    write_json(run / FINISHED_FILE, {"format_version": STATE_VERSION, **finished})
     for folder in all_checkpoints(run):
         remove_folder(folder)
     with suppress(OSError):  # it has files of somebody else

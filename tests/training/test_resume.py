@@ -196,15 +196,22 @@ def test_changed_settings_are_refused(changes, named, data, tmp_path):
         )
 
 
-def test_changed_data_is_refused(data, tmp_path):
-    train(train_config(data, tmp_path / "run", **{"optim.max_steps": 2}))
+@pytest.mark.parametrize("keep", [1, None])
+def test_changed_data_is_refused(keep, data, tmp_path):
+    """Also of a finished run without checkpoints (None), whose model is of the old data."""
+    run, changes = tmp_path / "run", {"optim.max_steps": 2, "run.keep_checkpoints": keep}
+    train(train_config(data, run, **changes))
+    assert (run / "finished.json").exists() == (keep is None)
     with (data / "qrels" / "train.tsv").open("a") as file:
         file.write("q0\tp9\t1\n")
+    where = "step-00000002" if keep else "run"
     with pytest.raises(
         InputError,
-        match=r"step-00000002: the conditions of training changed: data was \w+ and is \w+\. Undo",
+        match=rf"{where}: the conditions of training changed: data was \w+ and is \w+\. Undo",
     ):
-        train(train_config(data, tmp_path / "run", resume=True, **{"optim.max_steps": 2}))
+        train(train_config(data, run, resume=True, **changes))
+    if keep is None:
+        train(train_config(data, run, resume=True, allow_changes=True, **changes))
 
 
 def test_checkpoint_of_another_bank_is_refused(data, tmp_path):
