@@ -118,7 +118,7 @@ def evaluate_benchmark(
             **shared,
             "data": benchmark_set.data,
             "split": benchmark_set.split,
-            "content": content.fingerprint(),
+            "test_content": content.fingerprint(),
         }
         file = Path(output) / f"{name}.json" if output is not None else None
         metrics: Any

@@ -75,7 +75,7 @@ def evaluate(
             retrieval_set = open_dataset(data, split, policy).retrieval_set
     own = retrieval_set.skips_own_id
     retriever = Retriever.open(model, retrieval_set.corpus, settings, group)  # encodes the corpus
-    about["precision"] = retriever.precision
+    about |= {"precision": retriever.precision, "test_content": retrieval_set.fingerprint()}
     run = retriever.search(retrieval_set.queries, k, ignore_identical_ids=own)
     metrics = evaluate_run(
         retrieval_set.qrels,

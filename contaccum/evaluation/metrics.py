@@ -28,7 +28,8 @@ class _Means(TypedDict):
 class Metrics(_Means, total=False):
     """Metrics of one TREC run (the rankings of all queries).
 
-    The file metrics.json also names data set, split and model.
+    The file metrics.json also has the names of data set, split and model, and ``test_content``, a
+    hash of queries, qrels and corpus.
     """
 
     per_query: dict[str, dict[str, float]]  # query id -> metric -> value

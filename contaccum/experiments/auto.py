@@ -55,7 +55,6 @@ from contaccum.experiments.compare import Configure, require_unseen
 from contaccum.experiments.jobs import Kind, contents_of, delete_weights, run_job
 from contaccum.experiments.report import write_page
 from contaccum.experiments.run_records import (
-    METRICS_FILE,
     TUNED_FILE,
     dev_score,
     differences,
@@ -73,7 +72,7 @@ from contaccum.runtime.units import duration
 from contaccum.training.log import read_log
 from contaccum.training.loop import Training
 from contaccum.training.parts import build_encoder
-from contaccum.training.run_folder import flat
+from contaccum.training.run_folder import METRICS_FILE, flat
 
 BANK = {"bank.age_decay": "1.0", "bank.row_weight": "current"}
 RECIPES: tuple[dict[str, str], ...] = (

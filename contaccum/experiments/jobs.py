@@ -27,7 +27,7 @@ from contaccum.encoder import DualEncoder, model_folder
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.evaluate import evaluate
 from contaccum.evaluation.metrics import read_metrics
-from contaccum.experiments.run_records import METRICS_FILE, TUNED_FILE
+from contaccum.experiments.run_records import TUNED_FILE
 from contaccum.retrieval.retriever import BM25_NAME
 from contaccum.runtime.files import read_json, remove_folder, write_json
 from contaccum.runtime.launch import StopSignals
@@ -37,7 +37,13 @@ from contaccum.runtime.progress import LINE_SECONDS
 from contaccum.runtime.units import counted
 from contaccum.training.loop import Training, train
 from contaccum.training.parts import build_encoder
-from contaccum.training.run_folder import DEV_METRICS_FILE, config_differences, files_hash, flat
+from contaccum.training.run_folder import (
+    DEV_METRICS_FILE,
+    METRICS_FILE,
+    config_differences,
+    files_hash,
+    flat,
+)
 
 POLL_SECONDS = 0.1
 ENCODERS = ("model.name", "model.passage_name", "loss.guide")  # may name folders of encoders

@@ -40,7 +40,7 @@ def console_report(
 
     If ``page`` is given, also write the report to this HTML file, and end the text with its name.
 
-    Warn if the runs were evaluated on different test queries.
+    Warn if the runs were evaluated on different test data.
 
     against: folder of the reference run of the significance tests. None: no tests. width: maximum
     length of a line.
@@ -54,6 +54,14 @@ def console_report(
         warnings.warn(
             f"the runs were evaluated on different test queries ({first}, {second}); their metrics "
             "cannot be compared",
+            stacklevel=2,
+        )
+    contents = {run.test_content: run.folder for run in runs if run.test_content}
+    if len(tested) == 1 and len(contents) > 1:
+        first, second, *_ = contents.values()
+        warnings.warn(
+            f"{first} and {second} were evaluated on different test data: the query ids are the "
+            "same, but texts or judgements differ. Evaluate both again to compare only the models.",
             stacklevel=2,
         )
     groups, found = group_runs(runs), []

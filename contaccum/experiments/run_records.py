@@ -16,10 +16,9 @@ from contaccum.evaluation.metrics import read_metrics
 from contaccum.evaluation.significance import Comparison, QueryScores, compare, holm
 from contaccum.runtime.files import read_json
 from contaccum.training.log import read_environment, read_log
-from contaccum.training.run_folder import CONFIG_FILE, flat, read_config
+from contaccum.training.run_folder import CONFIG_FILE, METRICS_FILE, flat, read_config
 
 MISSING = "-"  # empty cell of a table
-METRICS_FILE = "metrics.json"
 TUNED_FILE = "tuned.json"  # dev metric of a finished tuning run
 SEED_SUFFIX = re.compile(r"[-_. ]?(seed|s)?[-_=]?\d+$")
 """Seed at the end of a run's name, such as -seed1."""
@@ -76,6 +75,11 @@ class RunRecord:
     def per_query(self) -> QueryScores:
         """Metrics of each test query. Empty if the run was not evaluated on the test data."""
         return (self.metrics or {}).get("per_query") or {}
+
+    @property
+    def test_content(self) -> str | None:
+        """Hash of the test data. None if the metrics file has none, or without metrics."""
+        return (self.metrics or {}).get("test_content")
 
     def score(self, metric: str) -> float | None:
         """Return the mean of a metric over the test queries.

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import train_config
+from helpers import train_config, write_beir
 
 from contaccum.config import to_yaml
 from contaccum.errors import InputError, install_command
+from contaccum.evaluation.evaluate import evaluate
 from contaccum.evaluation.significance import compare
 from contaccum.experiments.report import (
     console_report,
@@ -122,6 +123,22 @@ def test_runs_on_different_test_queries_cause_a_warning(tmp_path, recwarn):
         match=r"different test queries \(.*a has 12 queries, .*b has 12 queries\); their metrics",
     ):
         console_report(list(map(str, runs)), "ndcg@10")
+
+
+def test_runs_on_different_test_data_cause_a_warning(tmp_path, recwarn):
+    """The same queries and judgements, but another corpus."""
+    data = write_beir(tmp_path / "data")
+    one, same, other = (str(tmp_path / f"{name}.json") for name in ("one", "same", "other"))
+    evaluate("bm25", data, "train", output=one)
+    evaluate("bm25", data, "train", output=same)
+    corpus = data / "corpus.jsonl"
+    corpus.write_text(corpus.read_text() + '{"_id": "new", "title": "", "text": "fox"}\n')
+    evaluate("bm25", data, "train", output=other)
+    recwarn.clear()
+    console_report([one, same], "ndcg@10")
+    assert not recwarn.list  # negative control: equal data
+    with pytest.warns(UserWarning, match=r"one\.json and .*other\.json were evaluated on differ"):
+        console_report([one, other], "ndcg@10")
 
 
 def study(tmp_path: Path):
