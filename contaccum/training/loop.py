@@ -621,8 +621,16 @@ class Training:
             )
 
     def _save_model(self) -> None:
+        """Save the model, and move metrics.json away if it belongs to an older one."""
+        file = self.folder / "model" / SETTINGS_FILE  # has the hashes of the weights
+        before = file.read_bytes() if file.is_file() else None
         if self.engine.is_main or self.engine.sharded:
-            self.encoder.save(self.folder / "model")
+            self.encoder.save(file.parent)
+        metrics = self.folder / run_folder.METRICS_FILE
+        if self.engine.is_main and metrics.is_file() and file.read_bytes() != before:
+            old = metrics.with_name("metrics.old.json")
+            metrics.replace(old)
+            self.log.say(f"{metrics}: is now {old.name}, because the model is a new one")
 
     def save(self) -> None:
         """Save a checkpoint in the main process; with sharding, in all processes.

@@ -18,6 +18,7 @@ from tiny_families import family_folder
 
 from contaccum.config import METHOD_SPECS, to_yaml
 from contaccum.errors import InputError, Interrupted
+from contaccum.evaluation.evaluate import evaluate
 from contaccum.methods.objective import MatryoshkaBank
 from contaccum.runtime.files import sha256_of
 from contaccum.training.log import read_log
@@ -212,6 +213,20 @@ def test_changed_data_is_refused(keep, data, tmp_path):
         train(train_config(data, run, resume=True, **changes))
     if keep is None:
         train(train_config(data, run, resume=True, allow_changes=True, **changes))
+
+
+def test_metrics_of_an_older_model_are_moved_away(data, tmp_path, capsys):
+    run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.json"
+    train(train_config(data, run, **{"optim.max_steps": 2}))
+    evaluate(run, data, "train", output=metrics)
+    content = metrics.read_text()
+    train(train_config(data, run, resume=True, **{"optim.max_steps": 2}))
+    assert metrics.read_text() == content  # negative control: the model is the same
+    changes = {"optim.max_steps": 3, "allow_changes": True}
+    train(train_config(data, run, resume=True, **changes))
+    assert not metrics.exists()
+    assert (run / "metrics.old.json").read_text() == content
+    assert "metrics.json: is now metrics.old.json, because" in capsys.readouterr().err
 
 
 def test_checkpoint_of_another_bank_is_refused(data, tmp_path):
