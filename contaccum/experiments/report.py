@@ -58,9 +58,9 @@ def console_report(
         )
     contents = {run.test_content: run.folder for run in runs if run.test_content}
     if len(tested) == 1 and len(contents) > 1:
-        first, second, *_ = contents.values()
+        one, other, *_ = contents.values()
         warnings.warn(
-            f"{first} and {second} were evaluated on different test data: the query ids are the "
+            f"{one} and {other} were evaluated on different test data: the query ids are the "
             "same, but texts or judgements differ. Evaluate both again to compare only the models.",
             stacklevel=2,
         )
