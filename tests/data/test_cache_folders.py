@@ -52,12 +52,13 @@ def test_tables_of_another_version_are_built_again_in_silence(kind, tmp_path, mo
 def test_a_file_of_equal_size_and_modification_time_is_read_again(tmp_path):
     """As rsync -t, tar and cp -p write it."""
     path = tmp_path / "pairs.jsonl"
-    before, status = open_train_set(path).queries["text"][:], path.stat()
-    path.write_text(path.read_text().replace("query", "words"))
+    before, status = open_train_set(path).passages["text"][:], path.stat()
+    path.write_text(path.read_text().replace("good", "fine"))
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
-    after = open_train_set(path).queries["text"][:]
-    assert after == [text.replace("query", "words") for text in before]
+    after = open_train_set(path).passages["text"][:]
+    assert after == [text.replace("good", "fine") for text in before]
+    assert after != before
 
 
 KILLED = """
