@@ -23,6 +23,7 @@ from urllib.parse import unquote
 
 import msgspec
 from datasets import get_dataset_config_names, load_dataset, load_dataset_builder
+from datasets.data_files import FILES_TO_IGNORE
 from datasets.exceptions import DatasetsError
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
@@ -135,6 +136,34 @@ class HubName:
         files = builder.config.data_files or {}
         return {str(split): list(paths) for split, paths in files.items()}
 
+    def refuse_unread_files(self, splits: Mapping[str, list[str]]) -> None:
+        """Raise InputError if a local folder has a data file that is in none of ``splits``.
+
+        ``datasets`` reads files of only one format, and skips faq.csv next to faq_test.csv. A
+        README.md with configurations may leave out files.
+        """
+        if not os.path.isdir(self.repository):
+            return
+        readme = Path(self.repository, "README.md")
+        if readme.is_file() and "configs:" in readme.read_text("utf-8", errors="replace"):
+            return
+        files = [Path(file) for file in chain.from_iterable(splits.values())]
+        read = {file.resolve() for file in files}
+        for folder in sorted({Path(self.repository), *(file.parent for file in files)}):
+            for path in sorted(folder.iterdir()):
+                is_data = _ending(path.name.lower()) in _ENDINGS and not path.name.startswith(".")
+                if is_data and path.name not in FILES_TO_IGNORE and path.resolve() not in read:
+                    found = ", ".join(
+                        f"{split} has {', '.join(Path(file).name for file in files)}"
+                        for split, files in splits.items()
+                    )
+                    raise InputError(
+                        f"{self.text}: {path} would not be read ({found}); the files of a folder "
+                        "need one format, endings in lower case and, for several splits, names "
+                        "such as train.csv and test.csv. Move the file, or give one file after "
+                        "hub:."
+                    )
+
     def rows(self, files: Iterable[str]) -> Rows:
         """Read the rows of files. A file that is an address on the Hub is downloaded first."""
         for file in files:
@@ -205,6 +234,7 @@ def fetch_hub(name: HubName, split: str) -> Path:
     if not files:
         split = name.split or split
         found = name.files(name.configuration)
+        name.refuse_unread_files(found)
         if split not in found:
             hint = ""
             if name.split is None and found:
@@ -380,6 +410,12 @@ def file_rows(path: Path) -> Rows:
         if ending == ".csv" and len(header) == 1 and ";" in header[0]:
             raise InputError(
                 f"{path}:1: found semicolons between the columns; save the file again with commas"
+            )
+        repeated = [name for name in header if name and header.count(name) > 1]
+        if repeated:
+            raise InputError(
+                f"{path}:1: found several columns named {repeated[0]!r}; give each a name of its "
+                "own, and name them all, as in neg=COLUMN,COLUMN"
             )
         for location, cells in rows:
             if len(cells) != len(header):

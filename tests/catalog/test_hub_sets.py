@@ -51,6 +51,45 @@ def test_a_table_without_the_split_is_answered_with_a_name_that_has_one(tmp_path
     assert [passage.text for passage in look("bm25", named, "dog")] == ["a dog"]
 
 
+@pytest.mark.parametrize(
+    ("files", "unread"),
+    [
+        (["faq.csv", "faq.jsonl"], "faq.csv|faq.jsonl"),
+        (["FAQ.CSV", "more.csv"], "FAQ.CSV"),
+        (["faq.csv", "faq_test.csv"], "faq.csv"),
+        (["data/train.csv", "faq.csv"], "faq.csv"),
+        (["data/train.csv", "data/train.jsonl"], "data/train.csv|data/train.jsonl"),
+        (["faq.csv", "more.csv", "README.md", ".hidden.csv", "dataset_info.json"], None),
+        (["train.csv", "test.csv"], None),
+        (["FAQ.CSV", "MORE.CSV"], None),
+    ],
+)
+def test_a_data_file_in_no_split_is_refused(files, unread, tmp_path, name):
+    for file in files:
+        csv = file.lower().endswith(".csv")
+        row = "question,answer\na,b\n" if csv else lines({"question": "a", "answer": "b"})
+        write(tmp_path / "faq" / file, row)
+    table = f"hub:{tmp_path / 'faq'}?query=question&pos=answer"
+    if unread is None:
+        fetch(table, "train")
+        return
+    with pytest.raises(InputError, match=rf"/faq/({unread}) would not be read \("):
+        fetch(table, "train")
+    # a README may choose the files
+    readme = "---\nconfigs:\n- config_name: default\n  data_files: FILE\n---\n"
+    write(tmp_path / "faq" / "README.md", readme.replace("FILE", files[-1]))
+    fetch(table, "train")
+
+
+def test_two_columns_with_the_same_name_are_refused(tmp_path):
+    write(tmp_path / "faq.csv", "question,answer,answer,,\na,b,c,,\n")
+    table = f"hub:{tmp_path / 'faq.csv'}?query=question&pos=answer"
+    with pytest.raises(InputError, match=r"faq\.csv:1: found several columns named 'answer'"):
+        fetch(table)
+    write(tmp_path / "faq.csv", "question,answer,,\na,b,,\n")
+    assert open_train_set(table).passages["text"][:] == ["b"]
+
+
 def test_a_changed_set_is_written_anew(name, tmp_path):
     before = fetch(name, "train")
     assert fetch(name, "train") == before
