@@ -148,6 +148,7 @@ LINES: dict[tuple[str, str, int], list[tuple[str, str]]] = {
     ("data check collection.tsv", "collection.tsv", 2): [
         *((line, "each line must be an id without spaces, a tab and a text")
           for line in ("13", "1 3\tx")),
+        ("how so\tso", 'give "hub:collection.tsv?query=COLUMN&pos=COLUMN"'),
     ],
     ("data check queries.tsv", "queries.tsv", 2): [
         ("13\t ", "the text of query '13' is empty"),

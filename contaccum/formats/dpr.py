@@ -57,11 +57,15 @@ def id_text_lines(
     for location, line in numbered_lines(path, on_error=on_error):
         cells = line.split("\t")
         if len(cells) != 2 or cells[0].split() != [cells[0]]:
-            on_error(
-                location.error(
-                    f"found {line[:40]!r}; each line must be an id without spaces, a tab and a text"
-                )
+            problem = (
+                f"found {line[:40]!r}; each line must be an id without spaces, a tab and a text"
             )
+            if len(cells) == 2:
+                problem += (
+                    '. To read a table with the names of the columns in line 1, give "hub:'
+                    f'{path}?query=COLUMN&pos=COLUMN"'
+                )
+            on_error(location.error(problem))
         else:
             yield location, cells[0], cells[1]
 

@@ -65,7 +65,10 @@ def make_example(
     scores = [record.score for record in (*positives, *negatives)]
     teacher = None
     if scored and not any(score in (UNSET, None) for score in scores):
-        scores = msgspec.convert(scores, Scores)
+        try:
+            scores = msgspec.convert(scores, Scores)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"field score of the passages: {error}") from error
         teacher = TeacherScores(scores[: len(positives)], scores[len(positives) :])
     return Example(
         Query(f"unnamed-query-{number}" if key in (UNSET, None, "") else str(key), query),

@@ -72,6 +72,15 @@ def test_scores_of_both_formats_are_read(form, tmp_path):
     assert found[4] is None
 
 
+def test_a_score_that_is_a_text_is_refused_with_its_field(tmp_path):
+    example = record(0, 1, 0, "tevatron")
+    example["positive_passages"][0]["score"] = "7.5"
+    path = write(tmp_path / "t.jsonl", lines(example))
+    sentence = r"t\.jsonl:1: field score of the passages: Expected `float`, got `str`"
+    with pytest.raises(InputError, match=sentence):
+        list(numbered_examples(path))
+
+
 def check(train_set, hard: int, batches: str = "mixed", steps: int = 12) -> int:
     """Compare each score of a sampler's steps with its two texts; return the number of scores."""
     sampler = make_sampler(train_set, 0, 5, hard, batches)
