@@ -161,8 +161,9 @@ class Probe:
         fits, both are None.
         """
         n, whole = self.config.batch.global_batch_size, self.config.spec.whole
-        sizes = [n] if whole else [size for size in range(1, n + 1) if n % size == 0]
-        small = sorted({max(1, n // 8), max(1, n // 4)} if whole else {1, min(2, n)})
+        most = min(n, self.config.bank_size() or n)  # the pairs of a push must fit into the bank
+        sizes = [n] if whole else [size for size in range(1, most + 1) if n % size == 0]
+        small = sorted({max(1, n // 8), max(1, n // 4)} if whole else {1, min(2, most)})
         peaks: dict[int, float] = {}
         began = time.perf_counter()
         for size in small:
@@ -174,8 +175,8 @@ class Probe:
                 "into the memory of this device. Lower model.max_passage_length."
             )
         # a larger micro-batch takes less time per pair
-        longest = duration((time.perf_counter() - began) * n / small[-1])
-        print(f"  a micro-batch of all {n} pairs takes at most {longest}", file=sys.stderr)
+        longest = duration((time.perf_counter() - began) * sizes[-1] / small[-1])
+        print(f"  a micro-batch of {sizes[-1]} pairs takes at most {longest}", file=sys.stderr)
         while True:
             fits = max((size for size in peaks if peaks[size] <= budget), default=0)
             too_large = min((size for size in peaks if peaks[size] > budget), default=n + 1)

@@ -31,7 +31,7 @@ def test_prediction_lies_on_lines_through_the_measured_peaks():
 def probe(tmp_path, monkeypatch):
     """Probe of `cont_accum` with N = 64 whose peaks grow faster than a line, and which has 2,300
     bytes. ``probe.measured`` lists the sizes that were measured."""
-    changes = {"batch.global_batch_size": 64, "data.hard_negatives": 0}
+    changes = {"batch.global_batch_size": 64, "data.hard_negatives": 0, "bank.size": 64}
     made = Probe(
         train_config(write_beir(tmp_path / "data"), tmp_path / "run", "cont_accum", **changes)
     )
@@ -73,6 +73,15 @@ def test_in_batch_fits_only_as_a_whole(probe):
     assert probe.measured == [8, 16, 64]
     probe.config = replace(probe.config, batch=replace(probe.config.batch, global_batch_size=16))
     assert probe.largest_micro_batch(10_000) == (16, 1576)
+
+
+def test_sizes_above_the_bank_are_not_measured(probe):
+    probe.config = replace(probe.config, bank=replace(probe.config.bank, size=8))
+    assert probe.largest_micro_batch(10_000) == (8, 1000 + 20 * 8 + 8**2)
+    assert probe.measured == [1, 2, 8]
+    # negative control: a method without a bank
+    probe.config = replace(probe.config, method="grad_accum")
+    assert probe.largest_micro_batch(10_000)[0] == 16
 
 
 def test_a_device_without_memory_for_one_pair_is_named(probe, monkeypatch):
