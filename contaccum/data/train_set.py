@@ -167,16 +167,21 @@ def from_examples(examples: ExampleTable, hard_negatives: int, with_scores: bool
 
 
 def _train_set(
-    source: ExampleTable | TrainSet, rows: np.ndarray, positives: Ragged, negatives: Ragged
+    source: ExampleTable | TrainSet,
+    rows: np.ndarray,
+    positives: Ragged,
+    negatives: Ragged,
+    first: int = 0,
 ) -> TrainSet:
     """Make a training set from some queries of ``source``.
 
     rows: row numbers of these queries. positives, negatives: one list for each of these queries,
-    with row numbers of passages in ``source``. Passages that are in no list are dropped, so the row
-    numbers change. The fingerprint is computed from the new content.
+    with row numbers of passages in ``source``. Passages that are neither in a list nor among the
+    ``first`` ones of ``source`` are dropped, so the row numbers change. The fingerprint is computed
+    from the new content.
     """
     queries = source.queries.select(rows)
-    used = np.unique(np.concatenate([positives.values, negatives.values]))
+    used = np.unique(np.concatenate([positives.values, negatives.values, np.arange(first)]))
     positives, negatives = positives.renumbered(used), negatives.renumbered(used)
     content = [source.fingerprint, queries["id"][:], queries["text"][:], used.tobytes()]
     for lists in (positives, negatives):
@@ -193,11 +198,11 @@ def _train_set(
     )
 
 
-def subset(train_set: TrainSet, queries: np.ndarray) -> TrainSet:
+def subset(train_set: TrainSet, queries: np.ndarray, first: int = 0) -> TrainSet:
     """Make a training set from some queries and their passages.
 
-    queries: row numbers of these queries, in the new order.
+    queries: row numbers of these queries, in the new order. first: the result has also the first
+    passages of ``train_set``, this many.
     """
-    return _train_set(
-        train_set, queries, train_set.positives.take(queries), train_set.negatives.take(queries)
-    )
+    positives, negatives = train_set.positives.take(queries), train_set.negatives.take(queries)
+    return _train_set(train_set, queries, positives, negatives, first)

@@ -127,9 +127,14 @@ class Probe:
         train_set = load_training(config.data, config.distils)
         self.pairs, self.passages = len(train_set.queries), len(train_set.passages)
         n = config.batch.global_batch_size
-        self.longest = subset(train_set, _longest(train_set, most=4 * n))
-        random = np.random.default_rng(config.seed)
-        self.random_pairs = subset(train_set, random.permutation(self.pairs)[: max(512, 4 * n)])
+        # passages for random negatives: the positives of few queries may be too few
+        first = 0
+        if config.data.hard_negatives:
+            most = int(train_set.positives.lengths.max())
+            first = min(self.passages, config.data.hard_negatives + most)
+        self.longest = subset(train_set, _longest(train_set, most=4 * n), first)
+        pairs = np.random.default_rng(config.seed).permutation(self.pairs)[: max(512, 4 * n)]
+        self.random_pairs = subset(train_set, pairs, first)
         self.engine = Engine(
             device=config.run.device,
             seed=config.seed,

@@ -168,6 +168,17 @@ def test_peak_is_measured_with_the_longest_query_and_the_longest_passage(tmp_pat
     assert sum(int(text.split()[7]) >= 30 for text in queries) >= 8
 
 
+def test_few_long_pairs_get_random_negatives_from_the_other_passages(tmp_path):
+    lines = [{"query": f"is it so {n} " + "long " * 20, "pos": ["yes"]} for n in range(20)]
+    lines += [{"query": f"short {n}", "pos": [f"answer {n}"]} for n in range(20)]
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    changes = {"batch.global_batch_size": 4, "batch.micro_batch_size": 2, "data.hard_negatives": 14}
+    probe = Probe(train_config(tmp_path / "lines.jsonl", tmp_path / "run", "grad_cache", **changes))
+    assert len(probe.longest.queries) == 16
+    with pytest.warns(UserWarning, match="random passages are added"):
+        assert probe.peak(2) < math.inf
+
+
 def test_a_full_disk_ends_the_plan_in_one_sentence(tmp_path, capsys, monkeypatch):
     with small_disk(tmp_path / "disk") as disk:
         monkeypatch.setenv("CONTACCUM_CACHE", str(disk / "cache"))
