@@ -65,7 +65,8 @@ class TrainConfig:
     """Only with `resume`: continue although settings, data, tokenizer, encoder or the number of
     processes changed. The changes are printed. Some settings can never change: `lora`,
     `optim.name`, and every setting that decides which weights are stored or how texts are
-    encoded."""
+    encoded. A saved bank also needs the same `bank.size`, `data.hard_negatives` and kind of bank
+    (`method`), unless the data changed: then the bank starts empty."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)

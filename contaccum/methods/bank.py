@@ -342,8 +342,8 @@ class Bank:
         if saved_shapes != shapes:
             raise InputError(
                 f"bank of the checkpoint: its shapes are {saved_shapes}, but this configuration "
-                f"needs {shapes}. Resume with the `bank` and `loss` settings that the run started "
-                "with."
+                f"needs {shapes}. Resume with the method, bank size, number of hard negatives and "
+                "loss settings that the run started with."
             )
         self.empty()
         for name, tensor in own.items():

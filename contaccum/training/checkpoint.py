@@ -82,10 +82,10 @@ def _save_parts(encoder: DualEncoder, optimizer: torch.optim.Optimizer, folder: 
     sharding.save_parts(_optimizer_tensors(encoder, optimizer), folder / OPTIMIZER_PARTS)
 
 
-def restore(
-    checkpoint: Checkpoint, encoder: DualEncoder, optimizer: torch.optim.Optimizer, bank: Bank
+def restore_optimizer(
+    checkpoint: Checkpoint, encoder: DualEncoder, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Load the saved states into ``optimizer`` and ``bank``.
+    """Load the saved state into ``optimizer``.
 
     ``encoder`` must already have the weights of ``checkpoint``.
     """
@@ -109,6 +109,10 @@ def restore(
         for key, value in saved.items():
             is_count = value.ndim == 0 and not value.is_floating_point()  # see _optimizer_tensors
             optimizer.state[parameter][key] = int(value) if is_count else value.to(parameter.device)
+
+
+def restore_bank(checkpoint: Checkpoint, bank: Bank) -> None:
+    """Load the saved state into ``bank``."""
     bank.load_state(load_file(checkpoint.folder / "bank.safetensors"), checkpoint.state["bank"])
 
 

@@ -34,7 +34,7 @@ from contaccum.runtime.prefetch import prefetch
 from contaccum.runtime.processes import training_defaults
 from contaccum.runtime.units import counted
 from contaccum.training import automatic, parts, run_folder
-from contaccum.training.checkpoint import restore, save_checkpoint
+from contaccum.training.checkpoint import restore_bank, restore_optimizer, save_checkpoint
 from contaccum.training.drift import Drift
 from contaccum.training.log import RunLog, mean_losses, named_queries, write_environment
 from contaccum.training.out_of_memory import advice, build_size, out_of_memory, shrink
@@ -252,7 +252,7 @@ class Training:
         run_folder.refuse_other_identity(
             checkpoint.folder, state["identity"], self.identity, config.allow_changes
         )
-        restore(checkpoint, self.encoder, optimizer, self.bank)
+        restore_optimizer(checkpoint, self.encoder, optimizer)
         self.engine.load_scaler_state(state["scaler"])
         self.done = self.saved_step = state["step"]
         size = self.micro_batch_size
@@ -266,10 +266,14 @@ class Training:
         self.evaluated = state["evaluated"]
         self.worse = state["worse"]
 
-        # the bank contains row numbers of the data
-        if state["identity"]["data"] != self.identity["data"] and self.bank.stored:
-            self.bank.empty()
-            warnings.warn("the bank starts empty, because the data changed", stacklevel=2)
+        same_data = state["identity"]["data"] == self.identity["data"]
+        if same_data and (self.bank.size or state["bank"]["size"]):
+            restore_bank(checkpoint, self.bank)
+        else:  # there is no bank, or the saved one contains row numbers of other data
+            for bank in (self.bank, *self.bank.truncated):
+                bank.step = self.done
+            if self.bank.size and state["bank"]["stored"]:
+                warnings.warn("the bank starts empty, because the data changed", stacklevel=2)
 
         if self.dev and self.best:
             model_file = self.folder / "model" / SETTINGS_FILE

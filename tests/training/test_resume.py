@@ -232,10 +232,11 @@ def test_metrics_of_an_older_model_are_moved_away(data, tmp_path, capsys):
 def test_checkpoint_of_another_bank_is_refused(data, tmp_path):
     run = tmp_path / "run"
     train(train_config(data, run, **{"optim.max_steps": 2}))
-    config = (run / "config.yaml").read_text().replace("  size: 24", "  size: 48")
-    (run / "config.yaml").write_text(config)
-    with pytest.raises(InputError, match="bank of the checkpoint: its shapes are"):
-        train(train_config(data, run, resume=True, **{"optim.max_steps": 2, "bank.size": 48}))
+    for changes in ({"bank.size": 48}, {"method": "passage_bank"}):
+        resumed = {"optim.max_steps": 2, "resume": True, "allow_changes": True, **changes}
+        sentence = "needs .*Resume with the method, bank size, number of hard negatives"
+        with pytest.raises(InputError, match=sentence):
+            train(train_config(data, run, **resumed))
 
 
 @pytest.mark.parametrize("dev", [True, False])
@@ -323,7 +324,8 @@ def test_missing_passages_in_the_bank_stay_masked_if_new_ones_are_filled(data, t
 
 
 def test_changed_data_empties_the_bank(tmp_path):
-    """The bank stores row numbers of passages, which a new first passage changes."""
+    """The bank stores row numbers of passages, which a new first passage changes. Then the bank may
+    also have another shape."""
     file, run = tmp_path / "pairs.jsonl", tmp_path / "run"
     lines = [
         json.dumps(
@@ -335,12 +337,20 @@ def test_changed_data_empties_the_bank(tmp_path):
     file.write_text("\n".join(lines[1:]))
     train(train_config(file, run, **settings, **{"optim.max_steps": 2}))
     file.write_text("\n".join(lines))
-    config = train_config(
-        file, run, resume=True, allow_changes=True, **settings, **{"optim.max_steps": 3}
-    )
+    settings |= {"resume": True, "allow_changes": True, "data.hard_negatives": 1}
     with pytest.warns(UserWarning, match="the bank starts empty, because the data changed"):
-        train(config)
-    assert read_log(run)[-1]["bank_fill"] == 0
+        train(train_config(file, run, **settings, **{"optim.max_steps": 4}))
+    assert [line["bank_fill"] for line in read_log(run)] == [0, 16, 0, 16]
+
+
+def test_without_a_bank_a_resumed_run_may_use_more_hard_negatives(tmp_path):
+    file, run = tmp_path / "pairs.jsonl", tmp_path / "run"
+    lines = [{"query": f"owl {n}", "pos": [f"{n}"], "neg": [f"a {n}", f"b {n}"]} for n in range(40)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    for steps, changes in ((1, {}), (2, {"resume": True, "allow_changes": True})):
+        changes |= {"optim.max_steps": steps, "data.hard_negatives": steps}
+        train(train_config(file, run, "grad_cache", **changes))
+    assert [line["negatives"] for line in read_log(run)] == [31, 47]  # 16 (1 + H) - 1
 
 
 @pytest.mark.parametrize(
