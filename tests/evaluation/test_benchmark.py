@@ -71,7 +71,7 @@ def test_several_folders_are_rows_and_their_mean(tmp_path, capsys):
     qrels = Path(folders[0]) / "qrels" / "test.tsv"
     qrels.write_text(qrels.read_text().replace("q0\tp0\t1", "q0\tp1\t1"))
     assert main(call) == 2
-    assert "was scored with content" in capsys.readouterr().err
+    assert "was scored with test_content" in capsys.readouterr().err
 
 
 def test_sets_whose_names_differ_only_in_a_slash_have_their_own_files(
@@ -101,7 +101,7 @@ def test_a_changed_folder_in_the_place_of_the_hub_is_another_benchmark(tmp_path,
     pairs.write_text('{"query": "red fox", "pos": ["a blue whale"], "neg": ["a red fox runs"]}\n')
     capsys.readouterr()
     assert main(call) == 2
-    assert "was scored with content" in capsys.readouterr().err
+    assert "was scored with test_content" in capsys.readouterr().err
 
 
 def test_what_changes_a_search_is_another_benchmark(tmp_path, monkeypatch):
