@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +41,7 @@ from contaccum.retrieval.shards import (
 from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.files import cache_folder, remove_folder
 from contaccum.runtime.launch import is_main
-from contaccum.runtime.locks import folder_lock, waiting_lock
+from contaccum.runtime.locks import folder_lock, lock_if_free, waiting_lock
 from contaccum.runtime.processes import ALONE, Processes, joined
 from contaccum.runtime.progress import Progress
 from contaccum.runtime.units import counted, gigabytes
@@ -238,14 +238,23 @@ def cached_vectors(
                 f"vectors in the cache ({shown}, limit {CACHE_BYTES / 1e6:,.0f} MB)",
                 file=sys.stderr,
             )
-            others = sorted(folder.parent.glob("*"), key=lambda other: other.stat().st_mtime)
-            sizes = [sum(file.stat().st_size for file in other.glob("*")) for other in others]
-            total = sum(sizes) + size
-            for other, other_size in zip(others, sizes, strict=True):
-                in_use = (locks / f"{other.name}.lock").exists()
-                if total > CACHE_BYTES and not in_use:
-                    remove_folder(other)
-                    total -= other_size
+            # delete the vectors that were not used for the longest time
+            with waiting_lock(locks / "vectors.lock"):
+                others = []  # time of the last use, size and folder
+                for other in folder.parent.glob("*"):
+                    with suppress(FileNotFoundError):  # another program has just deleted a file
+                        bytes_of = sum(file.stat().st_size for file in other.glob("*"))
+                        if other != folder:
+                            others.append((other.stat().st_mtime, bytes_of, other))
+                total = size + sum(bytes_of for _, bytes_of, _ in others)
+                for _, bytes_of, other in sorted(others):
+                    if total <= CACHE_BYTES:
+                        break
+                    with lock_if_free(locks / f"{other.name}.lock") as free:
+                        if free:
+                            with suppress(FileNotFoundError):
+                                remove_folder(other)
+                            total -= bytes_of
         group.barrier()
         encode_texts(encoder, texts, folder, group, dtype=dtype, batch_tokens=batch_tokens)
         group.barrier()

@@ -66,6 +66,24 @@ def waiting_lock(path: Path, message: str = "", after: float = 10.0) -> Iterator
         lock.release()
 
 
+@contextmanager
+def lock_if_free(path: Path) -> Iterator[bool]:
+    """Lock the file ``path`` inside the ``with`` block, unless another process holds the lock.
+
+    Yield whether this process holds the lock now.
+    """
+    lock = SoftFileLock(path)
+    try:
+        _acquire(lock, path)
+    except InputError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
 def _acquire(lock: SoftFileLock, path: Path) -> None:
     """Acquire the lock, or raise InputError if another process has it.
 

@@ -1,17 +1,23 @@
 """Vectors in the cache: a corpus is encoded once by all commands, and the size is limited."""
 
+import shutil
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from filelock import SoftFileLock
 from helpers import train_config, write_beir
+from word_encoder import WordEncoder
 
 from contaccum import DualEncoder, evaluate, look, mine, train
 from contaccum.config.commands import MineConfig, SearchConfig
 from contaccum.data.dataset import open_dataset
 from contaccum.retrieval import encode
 from contaccum.retrieval.encode import Texts, cached_vectors
-from contaccum.runtime.files import cache_folder
+from contaccum.runtime.files import cache_folder, remove_folder
 
 
 @pytest.fixture
@@ -70,3 +76,34 @@ def test_the_oldest_vectors_are_deleted_when_the_cache_is_full(
     assert vectors("c") == 8  # deletes b, because a was used after it
     assert vectors("a") == 0
     assert vectors("b") == 8
+
+
+def test_a_full_cache_keeps_its_limit_after_a_kill_and_beside_other_programs(tmp_path, monkeypatch):
+    """The lock of a killed command does not protect its vectors, but that of a running one does."""
+    monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
+    vectors, locks = cache_folder() / "vectors", cache_folder() / "locks"
+
+    def texts(word: str) -> Texts:
+        return Texts.of_queries({str(n): f"{word} {n}" for n in range(40)})
+
+    names = [cached_vectors(WordEncoder(), texts(word))[0] for word in ("a", "b", "c", "d")]
+    monkeypatch.setattr(encode, "CACHE_BYTES", 1)
+    dead, running = (str(locks / f"{name}.lock") for name in names[:2])
+    program = f"lock = SoftFileLock({dead!r}); lock.acquire(); os._exit(0)"
+    subprocess.run(
+        [sys.executable, "-c", f"import os; from filelock import SoftFileLock; {program}"],
+        check=True,
+    )
+    assert Path(dead).exists()
+
+    def removed_twice(folder: Path) -> None:
+        assert (locks / "vectors.lock").exists()  # one command at a time
+        if folder.name == names[2]:
+            shutil.rmtree(vectors / names[3])  # by another program
+        remove_folder(folder)
+
+    monkeypatch.setattr(encode, "remove_folder", removed_twice)
+    with SoftFileLock(running):
+        (new, _) = cached_vectors(WordEncoder(), texts("e"))
+    assert {folder.name for folder in vectors.iterdir()} == {names[1], new}
+    assert not Path(dead).exists()
