@@ -120,9 +120,7 @@ class RetrievalDataset:
         The form is query id -> passage id -> grade.
         """
         source = Path(self.name)
-        kept = keep_answerable(source, read_grades(source).qrels, self._policy.strict)
-        warn_of_own_ids(source, kept)
-        return kept
+        return keep_answerable(source, read_grades(source).qrels, self._policy.strict)
 
     @cached_property
     def retrieval_set(self) -> RetrievalSet:

@@ -96,6 +96,8 @@ def evaluate_run_file(
 ) -> Metrics:
     """Compute the metrics of a TREC run file. qrels: file of relevance judgements.
 
+    Unlike in ``evaluate``, a passage with the id of its query counts, as in trec_eval.
+
     Cutoffs up to 10 are always used. A larger cutoff is used if the run has at least that many
     passages for at least one query. If another query has fewer passages than the cutoff, the
     missing passages count as not relevant, as in trec_eval. Queries without a relevant passage in
@@ -107,5 +109,11 @@ def evaluate_run_file(
     depth = max(10, *map(len, hits.values()))
     cutoffs = [cutoff for cutoff in CUTOFFS if cutoff <= depth]
     judgements = open_dataset(qrels, policy=policy).qrels
-    metrics = evaluate_run(judgements, hits, cutoffs=cutoffs, relevance_level=relevance_level)
+    metrics = evaluate_run(
+        judgements,
+        hits,
+        cutoffs=cutoffs,
+        relevance_level=relevance_level,
+        ignore_identical_ids=False,
+    )
     return save_metrics(metrics, output, {"run": run, "data": qrels})

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import pytrec_eval
 from helpers import write_beir
 from scipy import stats
 from word_encoder import WordEncoder
@@ -219,6 +220,29 @@ def test_a_relevance_level_cuts_all_measures_but_ndcg():
         assert graded["mean"][name] != pytest.approx(cut["mean"][name])
     with pytest.raises(InputError, match="relevance_level is 0; expected at least 1"):
         evaluate_run(qrels, run, relevance_level=0)
+
+
+def test_a_run_file_is_scored_as_by_trec_eval(tmp_path):
+    """A passage with the id of its query counts, unlike in BEIR."""
+    (tmp_path / "qrels").write_text("1 0 1 1\n1 0 3 2\n2 0 1 1\n")
+    lines = [
+        "1 Q0 1 1 0.9 x",
+        "1 Q0 2 2 0.8 x",
+        "1 Q0 3 3 0.7 x",
+        "2 Q0 2 1 0.9 x",
+        "2 Q0 1 2 0.8 x",
+    ]
+    (tmp_path / "run").write_text("\n".join(lines) + "\n")
+    ours = evaluate_run_file(tmp_path / "run", tmp_path / "qrels")["per_query"]
+    with open(tmp_path / "qrels") as qrels, open(tmp_path / "run") as run:
+        judge = pytrec_eval.RelevanceEvaluator(
+            pytrec_eval.parse_qrel(qrels), {"recip_rank", "ndcg"}
+        )
+        theirs = judge.evaluate(pytrec_eval.parse_run(run))
+    assert [ours[query]["mrr@10"] for query in "12"] == [1, 0.5]
+    for query in "12":
+        assert ours[query]["mrr@10"] == theirs[query]["recip_rank"]
+        assert ours[query]["ndcg@10"] == pytest.approx(theirs[query]["ndcg"])
 
 
 def test_two_run_files_are_tested_query_by_query(tmp_path, capsys):
