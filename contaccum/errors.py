@@ -35,8 +35,11 @@ def in_one_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with escapes such as \\x1b for control characters, which terminals obey."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    """Return ``text`` with escapes such as \\u001b for control characters, which terminals obey.
+
+    These are the escapes of JSON, so JSON text stays valid.
+    """
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1].replace("\\x", "\\u00"), text)
 
 
 def without_logins(text: str) -> str:

@@ -228,7 +228,7 @@ def test_control_characters_do_not_reach_the_terminal(monkeypatch, capsys):
     """Neither in an error nor in a result; a title of the terminal or a cleared screen could be set
     by a data file."""
     name = "a\x1b]0;title\x07\x1b[2J\rb\x9b1m\tc"
-    shown = r"a\x1b]0;title\x07\x1b[2J\rb\x9b1m" + "\tc"
+    shown = r"a\u001b]0;title\u0007\u001b[2J\rb\u009b1m" + "\tc"
     failing(monkeypatch, InputError(f"{name}: no such setting"))
     assert main(["doctor"]) == 2
     assert capsys.readouterr().err == f"contaccum: {shown}: no such setting\n"

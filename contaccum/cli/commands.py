@@ -78,7 +78,7 @@ def _search(
         passages = look(encoder, task.data, task.query, split=task.split, **shared)
     if task.json:
         return "\n".join(
-            json.dumps({"rank": rank, **passage._asdict()}, ensure_ascii=False)
+            json.dumps({"rank": rank, **passage._asdict()})
             for rank, passage in enumerate(passages, start=1)
         )
     if not passages:

@@ -39,12 +39,17 @@ def test_words_are_marked_only_on_request_and_only_whole():
 
 
 def test_json_has_one_object_a_line_with_the_whole_text(tmp_path, capsys):
-    data = write_beir(tmp_path / "data")
+    data, text = write_beir(tmp_path / "data"), "\x7f\x85\x1b \\ \u2028 é \U0001f98a"
+    corpus = (data / "corpus.jsonl").read_text()
+    assert '"text": "' in corpus
+    prefix = json.dumps(text)[1:-1]
+    (data / "corpus.jsonl").write_text(corpus.replace('"text": "', f'"text": "{prefix}'))
     call = ["search", "--model", "bm25", "--data", str(data), "--query", "red fox", "--k", "2"]
     assert main([*call, "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [list(each) for each in found] == [["rank", "id", "score", "title", "text"]] * 2
     assert [each["rank"] for each in found] == [1, 2]
+    assert all(each["text"].startswith(text) for each in found)
     assert main(call) == 0
     for each, line in zip(found, capsys.readouterr().out.splitlines()[::2], strict=True):
         assert line.split()[:3] == [str(each["rank"]), f"{each['score']:.4f}", each["id"]]
