@@ -20,7 +20,6 @@ from contaccum import DualEncoder, evaluate
 from contaccum.cli import main
 from contaccum.config import DataPolicy
 from contaccum.config.commands import SearchConfig
-from contaccum.data.commands import convert
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.encoder import EncoderSettings, tiny_tower
 from contaccum.errors import InputError
@@ -201,17 +200,28 @@ def test_own_id_is_dropped_before_the_cutoff():
 
 
 @pytest.mark.filterwarnings("ignore:.*with the id of a positive")
-@pytest.mark.parametrize(("given", "score"), [({}, 1.0), ({"query_id": 1}, 0.0)])
-def test_only_in_a_beir_folder_an_id_makes_a_passage_the_query_itself(given, score, tmp_path):
+@pytest.mark.parametrize(("query", "score"), [("q", 1.0), ("1", 0.0)])
+def test_only_in_a_beir_folder_an_id_makes_a_passage_the_query_itself(query, score, tmp_path):
     """In a file of examples, ids are only labels."""
+    texts, folder = {"1": "red apple pie", "2": "red", "3": "a blue whale"}, tmp_path / "folder"
     records = [
-        {**given, "query": "red apple", "pos": ["red apple pie"], "pos_id": [1], "neg": ["red"]},
-        {"query": "blue whale", "pos": ["a blue whale"], "pos_id": [3]},
+        {"query_id": query, "query": "red apple", "pos": [texts["1"]], "pos_id": ["1"]},
+        {"query_id": "r", "query": "blue whale", "pos": [texts["3"]], "pos_id": ["3"]},
     ]
     file = tmp_path / "examples.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    convert(file, tmp_path / "folder", "beir", split="test")
-    for data, first in ((file, 1.0), (tmp_path / "folder", score)):
+    (folder / "qrels").mkdir(parents=True)
+    (folder / "qrels" / "test.tsv").write_text(
+        f"query-id\tcorpus-id\tscore\n{query}\t1\t1\nr\t3\t1\n"
+    )
+    for name, rows in (
+        ("corpus", texts.items()),
+        ("queries", [(record["query_id"], record["query"]) for record in records]),
+    ):
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"_id": key, "text": text}) + "\n" for key, text in rows)
+        )
+    for data, first in ((file, 1.0), (folder, score)):
         assert [
             values["ndcg@10"] for values in evaluate("bm25", str(data))["per_query"].values()
         ] == [first, 1.0]
