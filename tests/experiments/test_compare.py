@@ -211,6 +211,7 @@ def test_settings_are_compared_again_after_waiting_for_another_call(
         (["--vary", "bank.size=2"], "cont_accum-size=2: bank.size is 2, but"),
         (["--data.train", "./absent", "--test", FILE], "absent: no such"),
         (["--data.dev", "./absent"], "absent: no such"),
+        (["--vary", f"data.train=./other,{FILE}", "--test", FILE], "is the training data"),
         (["--seeds", 0], "--seeds is 0, expected at least 1"),
         (["--budget", "12"], "--budget is '12'; it must be a number above 0"),
         (["--budget", "40f"], "one step of cont_accum costs"),
