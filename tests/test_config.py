@@ -155,6 +155,28 @@ def test_another_method_does_not_take_over_the_share_of_a_config(files, options,
     ] * lost
 
 
+@pytest.mark.parametrize(
+    ("command", "text", "options", "sentence"),
+    [
+        ("train", "seed: 1", ["--bank.size", "24"], "--bank.size: no effect with method grad_ca"),
+        ("train", "bank: {keep: false}", [], "c.yaml:1: bank.keep: no effect with method grad_ca"),
+        ("train", "method: in_batch", ["--bank.size", "24"], "--bank.size: no effect with method"),
+        # negative controls: a method with a bank, the bank of a config for another method, and a
+        # command with several methods
+        ("train", "method: cont_accum", ["--bank.size", "24"], None),
+        ("train", "bank: {size: 24}\nmethod: cont_accum", ["--method", "in_batch"], None),
+        ("compare", "seed: 1", ["--bank.size", "24"], None),
+    ],
+)
+def test_a_bank_that_the_method_does_not_have_is_named(command, text, options, sentence, tmp_path):
+    (tmp_path / "c.yaml").write_text(text)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        parse(command, COMMANDS[command], ["--config", str(tmp_path / "c.yaml"), *options])
+    assert len(said) == (sentence is not None)
+    assert all(sentence in str(one.message) for one in said)
+
+
 @pytest.mark.filterwarnings("ignore:.*replay.share 0.5 is not used")
 @pytest.mark.parametrize(
     ("options", "share"),
@@ -267,6 +289,11 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
         ({"replay.share": 0.5}, "replay.share has no effect with method cont_accum"),
         ({"run.early_stopping": 2}, "run.early_stopping has no effect without data.dev"),
         ({"lora.alpha": 3.0}, "the settings of lora have no effect with lora.rank 0"),
+        ({"run.cpu_offload": True}, "run.cpu_offload has no effect without run.sharding fsdp"),
+        (
+            {"loss.margin_strategy": "relative"},
+            "loss.margin_strategy has no effect without loss.false_negative_margin or loss.guide",
+        ),
     ],
 )  # fmt: skip
 def test_settings_without_effect_are_named(changes, sentence):
@@ -279,6 +306,8 @@ def test_settings_with_effect_are_not_named(recwarn):
         "data.hard_negatives": 1,
         "data.dev": "dev",
         "run.metric": "mrr@10",
+        "loss.margin_strategy": "relative",
+        "loss.false_negative_margin": 0.1,
     }
     validate(
         config(

@@ -45,7 +45,7 @@ def test_sound_config_gets_as_far_as_its_data(written, capsys):
         SOUND,
         SOUND + dotted,
         SOUND + "format_version: 1\n",
-        SOUND + "bank: &b {size: 256}\n",
+        SOUND + "method: cont_accum\nbank: &b {size: 256}\n",
     ):
         assert "nowhere" in refused(capsys, "train", "--config", written(text))
 
@@ -159,7 +159,7 @@ def test_numbers_are_read_as_people_write_them(written, capsys):
     ],
 )
 def test_options_override_the_config_also_before_it(arguments, written, capsys):
-    written("seed: 1\nbank: {size: 200}\n")
+    written("seed: 1\nmethod: cont_accum\nbank: {size: 200}\n")
     Path("d.yaml").write_text("seed: 2\nbank: {size: 300}\n")
     found = printed(capsys, *arguments)
     assert (found["seed"], found["bank"]["size"]) == (3, 300 if "d.yaml" in arguments else 200)

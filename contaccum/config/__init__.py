@@ -165,6 +165,14 @@ class TrainConfig:
             yield f"replay.share has no effect with method {self.method}"
         if self.run.early_stopping and self.data.dev is None:
             yield "run.early_stopping has no effect without data.dev"
+        if self.run.cpu_offload and self.run.sharding != "fsdp":
+            yield "run.cpu_offload has no effect without run.sharding fsdp"
+        masks_by_score = self.loss.guide is not None or self.loss.false_negative_margin is not None
+        if self.loss.margin_strategy == "relative" and not masks_by_score:
+            yield (
+                "loss.margin_strategy has no effect without loss.false_negative_margin or "
+                "loss.guide"
+            )
 
 
 @cache

@@ -16,6 +16,7 @@ import msgspec
 import yaml
 from msgspec import inspect
 
+from contaccum.config.declare import METHOD_SPECS
 from contaccum.errors import InputError
 
 Options = TypeVar("Options")
@@ -46,7 +47,8 @@ def load(
     files: paths of YAML files, or names of ready-made configs. options: name of a setting, such as
     ``bank.size`` -> its value as text; a list of texts for an option with several values; True for
     a switch. If two of the dataclasses have a setting with the same name, both get its value. A
-    ``replay.share`` is dropped with a warning if a later source chooses another method.
+    ``replay.share`` is dropped with a warning if a later source chooses another method. A warning
+    is given for an option ``bank.*`` if the method has no bank.
 
     Raises InputError for a file that is not YAML, an unknown setting, or a value that is not
     allowed.
@@ -72,7 +74,15 @@ def load(
                 )
         given |= source
     refuse_unknown(given, known)
-    return [_build(kind, given) for kind in kinds]
+    built = [_build(kind, given) for kind in kinds]
+    # The bank of a config with another method may stay unused. Commands with more than one
+    # dataclass choose methods themselves.
+    source = sources[-1] if "method" in given else given
+    bank = [each.where for name, each in source.items() if name.startswith("bank.")]
+    if bank and len(kinds) == 1 and METHOD_SPECS[built[0].method].bank == "none":
+        method = built[0].method
+        warnings.warn(f"{', '.join(bank)}: no effect with method {method}", stacklevel=2)
+    return built
 
 
 def settings_of(kind: Any) -> dict[str, Field]:

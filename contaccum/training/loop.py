@@ -237,6 +237,11 @@ class Training:
                 f"{counted(self.examples, 'query')}, so an update has some of them several "
                 "times; a smaller one makes more updates"
             )
+        if self.bank.size and config.bank.warmup_steps >= self.total:
+            self.log.say(
+                f"bank.warmup_steps is {config.bank.warmup_steps}, but the run has only "
+                f"{counted(self.total, 'step')}, so the loss never uses the bank"
+            )
         settings = self.encoder.settings
         self.log.say(
             f"{settings.pooling} pooling, {settings.similarity} similarity, "

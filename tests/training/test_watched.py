@@ -54,6 +54,14 @@ def test_a_batch_larger_than_the_data_is_said(data, tmp_path, capsys):
         assert (found in err) == larger
 
 
+def test_a_bank_that_is_filled_in_every_step_and_never_used_is_said(data, tmp_path, capsys):
+    for warmup, never in ((2, True), (1, False)):
+        changes = {"bank.warmup_steps": warmup, "optim.max_steps": 2}
+        train(train_config(data, tmp_path / str(warmup), **changes))
+        found = "bank.warmup_steps is 2, but the run has only 2 steps, so the loss never uses"
+        assert (found in capsys.readouterr().err) == never
+
+
 def test_shares_of_the_run_decide_when_to_save_and_evaluate(data, tmp_path, capsys):
     steps = {"run.eval_steps": 0.25, "run.save_steps": 0.5, "optim.max_steps": 10}
     train(train_config(data, tmp_path / "run", **{"data.dev": str(data), **steps}))
