@@ -133,6 +133,8 @@ def _evaluate_run_file(task: EvaluateConfig, policy: DataPolicy) -> str:
     output = task.output if is_main() else None
     refuse_input_as_output(output, run, qrels, task.against)
     metrics = evaluate_run_file(run, qrels, None, task.relevance_level, policy)
+    if task.metric not in metrics["mean"]:
+        raise InputError(f"{run}: has too few passages per query for --metric {task.metric}")
     lines = [render_metrics(metrics, task.metric)]
     if task.against is not None:
         other = evaluate_run_file(task.against, qrels, None, task.relevance_level, policy)

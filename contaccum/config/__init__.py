@@ -36,15 +36,16 @@ from contaccum.config.groups import (
 )
 from contaccum.config.load import check_values, load, settings_of, with_changes
 from contaccum.config.load import from_mapping as _from_mapping
-from contaccum.config.run import METRIC_CUTS, METRIC_MEASURES, RunConfig
+from contaccum.config.run import CUTOFFS, METRIC_CUTS, METRIC_MEASURES, RunConfig
 from contaccum.errors import InputError
 
 __all__ = [
-    "ENCODER_SETTINGS", "METHOD_SPECS", "METRIC_CUTS", "METRIC_MEASURES", "AdapterConfig",
-    "BankConfig", "BatchConfig", "DataConfig", "DataPolicy", "EncoderConfig", "LossConfig",
-    "MethodName", "MethodSpec", "MixtureConfig", "ModelConfig", "OptimConfig", "ReplayConfig",
-    "RunConfig", "TrainConfig", "affects", "check_values", "from_mapping", "load",
-    "parse_bytes", "settings_with", "to_yaml", "train_settings", "validate", "with_changes",
+    "CUTOFFS", "ENCODER_SETTINGS", "METHOD_SPECS", "METRIC_CUTS", "METRIC_MEASURES",
+    "AdapterConfig", "BankConfig", "BatchConfig", "DataConfig", "DataPolicy", "EncoderConfig",
+    "LossConfig", "MethodName", "MethodSpec", "MixtureConfig", "ModelConfig", "OptimConfig",
+    "ReplayConfig", "RunConfig", "TrainConfig", "affects", "check_values", "from_mapping",
+    "load", "parse_bytes", "settings_with", "to_yaml", "train_settings", "validate",
+    "with_changes",
 ]  # fmt: skip
 
 

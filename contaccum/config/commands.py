@@ -7,6 +7,7 @@ from contaccum.config.declare import NonNegativeInt, PositiveInt, Share, setting
 from contaccum.config.encoder import EncoderConfig
 from contaccum.config.groups import DataPolicy
 from contaccum.config.load import check_values
+from contaccum.config.run import CUTOFFS, METRIC_MEASURES
 from contaccum.errors import InputError
 
 __all__ = ["DataPolicy", "EncoderConfig"]
@@ -65,8 +66,9 @@ class EncodeConfig:
     passages."""
     output: str = setting(metavar="PATH")
     """Folder for the shards."""
-    kind: Literal["passage", "query"] = "passage"
-    """Kind of the texts to encode."""
+    kind: Literal["passage", "query"] | None = None
+    """Kind of the texts to encode. Default: query for a file of queries, such as queries.jsonl,
+    else passage."""
     shard_size: PositiveInt = 50_000
     """Number of texts in one shard."""
     dtype: Literal["float16", "float32"] = "float32"
@@ -76,7 +78,8 @@ class EncodeConfig:
     file with the columns `id` and `embedding`, which databases and data frame libraries can read.
     contaccum can search both."""
     text: bool = setting(False, flag=True)
-    """Also store the encoded texts (title and text), in the column `text`."""
+    """Also store the encoded texts (title and text), in the column `text`. Only with `--format
+    parquet`."""
     batch_tokens: PositiveInt | None = None
     """Maximum number of tokens in one forward pass, including padding. A longer text is encoded
     alone. Default: 16384, or 1024 per thread on a CPU."""
@@ -165,6 +168,22 @@ class EvaluateConfig:
             raise InputError(
                 f"evaluate got {found}; give --data, or --questions and --passages, or --run and "
                 "--qrels"
+            )
+        ignored = {
+            "data": ("match",),
+            "questions": ("split", "relevance_level", "evaluator", "metric"),
+            "run": ("model", "split", "evaluator", "match", "k"),
+        }
+        for name in ignored[given[0]]:
+            if (value := getattr(self, name)) != getattr(EvaluateConfig, name):
+                raise InputError(f"--{name} {value} has no effect on --{given[0]}; leave it out")
+        cutoffs = [str(cutoff) for cutoff in CUTOFFS if cutoff <= self.k or self.run is not None]
+        measure, _, cutoff = self.metric.partition("@")
+        known = measure in METRIC_MEASURES and cutoff in cutoffs
+        if self.metric != EvaluateConfig.metric and not known:
+            raise InputError(
+                f"--metric is {self.metric!r}, expected MEASURE@K, such as ndcg@10 (MEASURE: "
+                f"{', '.join(METRIC_MEASURES)}; K, at most --k: {', '.join(cutoffs)})"
             )
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 METRIC_MEASURES = ("ndcg", "map", "recall", "precision", "mrr")
 METRIC_CUTS = (1, 3, 5, 10, 20, 100)
+CUTOFFS = (*METRIC_CUTS, 1000)
+"""Cutoffs of the metrics that ``contaccum evaluate`` computes."""
 
 
 @dataclass

@@ -4,17 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from contaccum.config import CUTOFFS
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.errors import InputError
 from contaccum.evaluation.beir import evaluate_with_beir
-from contaccum.evaluation.metrics import (
-    CUTOFFS,
-    Metrics,
-    evaluate_run,
-    save_metrics,
-)
+from contaccum.evaluation.metrics import Metrics, evaluate_run, save_metrics
 from contaccum.retrieval.retriever import DEFAULTS, Retriever
 from contaccum.retrieval.runs import read_run
 from contaccum.runtime.checks import refuse_input_as_output

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import pytrec_eval
 
+from contaccum.config import CUTOFFS
 from contaccum.errors import InputError
 from contaccum.runtime.files import check_type, read_json, write_json
 from contaccum.runtime.units import counted
@@ -14,7 +15,6 @@ from contaccum.runtime.units import counted
 if TYPE_CHECKING:
     from contaccum.retrieval.runs import Run
 
-CUTOFFS = (1, 3, 5, 10, 20, 100, 1000)
 SHOWN = ("ndcg@10", "recall@100", "mrr@10", "map@100")
 MEASURES = {"ndcg": "ndcg_cut", "map": "map_cut", "recall": "recall", "precision": "P"}
 """Name of each measure in contaccum -> its name in trec_eval."""

@@ -24,6 +24,7 @@ from datasets import Dataset
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.train_set import TrainSet
+from contaccum.errors import InputError
 from contaccum.formats.records import Passage
 from contaccum.retrieval.shards import (
     MANIFEST,
@@ -295,7 +296,7 @@ def encode_texts(
         shard_size=shard_size,
         dtype=dtype,
         format=format,
-        text=text and format == "parquet",
+        text=text,
     )
     finished = finished_shards(folder, job)
     # process 0 holds the lock for all processes of the launch; each process writes different shards
@@ -359,7 +360,7 @@ def encode(
     source: str | Path,
     output: str | Path,
     *,
-    kind: str = "passage",
+    kind: str | None = None,
     dtype: str = "float32",
     shard_size: int = 50_000,
     batch_tokens: int | None = None,
@@ -371,15 +372,23 @@ def encode(
 
     Return a sentence that describes the result, with the precision of the vectors.
 
-    source: data set, as a path or a name. kind: ``passage`` or ``query``. dtype, shard_size,
-    batch_tokens, format, text: see ``encode_texts``. Processes started by torchrun divide the
-    shards among themselves. A second call encodes only the missing shards.
+    source: data set, as a path or a name. kind: ``passage`` or ``query``. None: ``query`` for a
+    file of queries, else ``passage``. dtype, shard_size, batch_tokens, format, text: see
+    ``encode_texts``. Processes started by torchrun divide the shards among themselves. A second
+    call encodes only the missing shards. Raises InputError if ``text`` is given without the format
+    ``parquet``.
     """
+    if text and format != "parquet":
+        raise InputError(
+            f"text needs format parquet, but format is {format}; npy shards have no texts"
+        )
     model = EncoderConfig.of(model)
     refuse_input_as_output(output, source, model.model, folder=True)
     # after this block, the processes do not wait for each other
     with joined(model.timeout_minutes) as group, group.main_first():
         dataset = open_dataset(source, policy=policy)
+        if kind is None:
+            kind = "query" if dataset.kind == "queries" else "passage"
         if kind == "passage":
             texts = Texts(kind, dataset.corpus)
         else:

@@ -279,6 +279,10 @@ def test_two_run_files_are_tested_query_by_query(tmp_path, capsys):
     assert (found["ndcg@10"], found["recall@10"]) == (found["ndcg@3"], found["recall@3"])
     assert main(["evaluate", "--model", "bm25", "--data", str(data), "--against", str(two)]) == 2
     assert "--against" in capsys.readouterr().err
+    assert main([*call, "--metric", "ndcg@20"]) == 2
+    assert (
+        "one.trec: has too few passages per query for --metric ndcg@20" in capsys.readouterr().err
+    )
     alone, tested = tmp_path / "alone.json", tmp_path / "tested.json"
     for invalid in (["--metric", "foo"], ["--against", str(tmp_path / "absent.trec")]):
         assert main([*call, "--against", str(two), *invalid, "--output", str(tested)]) == 2

@@ -12,10 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
+from helpers import tiny_encoder
 from word_encoder import WordEncoder
 
+from contaccum import DualEncoder
 from contaccum.errors import InputError
-from contaccum.retrieval.encode import Texts, encode_in_memory, encode_texts
+from contaccum.retrieval.encode import Texts, encode, encode_in_memory, encode_texts
 from contaccum.retrieval.shards import ShardFolder
 from contaccum.runtime.files import read_json, sha256_of, write_json
 from contaccum.runtime.processes import Processes
@@ -285,3 +287,17 @@ def test_source_fingerprint_knows_where_one_text_ends_and_the_next_begins():
         )
         == 3
     )
+
+
+@pytest.mark.parametrize(("kind", "is_query"), [(None, True), ("query", True), ("passage", False)])
+def test_a_file_of_queries_is_encoded_as_queries_unless_told_otherwise(kind, is_query, tmp_path):
+    tiny_encoder().save(tmp_path / "model")
+    (tmp_path / "queries.jsonl").write_text('{"_id": "q", "text": "red fox"}\n')
+    given = {} if kind is None else {"kind": kind}
+    said = encode(tmp_path / "model", tmp_path / "queries.jsonl", tmp_path / "e", **given)
+    assert f"1 {'query' if is_query else 'passage'} vector" in said
+    encoder = DualEncoder.load(tmp_path / "model")
+    as_query, as_passage = encoder.encode_query(["red fox"]), encoder.encode_document(["red fox"])
+    assert not np.allclose(as_query, as_passage)
+    _, vectors = all_rows(ShardFolder(tmp_path / "e"))
+    np.testing.assert_array_equal(vectors, as_query if is_query else as_passage)
