@@ -2,6 +2,8 @@
 and the encoder."""
 
 import doctest
+import pkgutil
+import re
 from importlib.resources import files
 
 from documented import ROOT, blocks
@@ -32,6 +34,14 @@ def test_every_example_of_the_reference_prints_what_the_page_shows(tmp_path, mon
     assert [door for door in DOORS if f"{door}(" not in text and f"{door}[" not in text] == []
     printed: list[str] = []
     assert failures(text, printed) == 0, "".join(printed)
+
+
+def test_every_listed_member_exists():
+    members = re.findall(r"^::: (\S+)\n +options:\n +members: \[(.*)\]$", PAGE.read_text(), re.M)
+    assert members
+    for owner, names in members:
+        for name in names.split(", "):
+            pkgutil.resolve_name(f"{owner}.{name}")
 
 
 def test_a_wrong_result_is_noticed():
