@@ -141,7 +141,9 @@ class BatchConfig:
     only a part of some step, and sorting decides which pairs. With one-pass methods and padding, a
     query is compared with passages of similar length. Default: see `micro_batch_size`."""
     order: Literal["shuffled", "file"] = "shuffled"
-    """Order of the examples: random in each epoch (shuffled), or as in the training data (file)."""
+    """Order of the examples: random in each epoch (shuffled), or as in the training data (file).
+    With `data.mixture`, `file` means that a step takes the next examples of its data sets, in
+    random order within the step."""
 
     def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
         pairs = 1

@@ -98,6 +98,17 @@ def test_a_past_step_does_not_draw_all_earlier_steps_again(sets, monkeypatch):
     assert len(drawn) < 5 * 20
 
 
+def test_in_file_order_a_step_takes_the_next_examples_of_each_set(sets):
+    found = load_training(mixed(sets))
+    sampler = make_sampler(found, 0, 10, 1, order="file")
+    steps = [sampler(step).queries for step in range(4)]
+    for first, size in ((0, SIZES[0]), (SIZES[0], SIZES[1])):
+        own = [np.sort(rows[(rows >= first) & (rows < first + size)]) for rows in steps]
+        taken = np.concatenate(own)[:size]
+        assert taken.tolist() == list(range(first, first + len(taken)))
+    assert any((np.diff(rows[rows < SIZES[0]]) < 0).any() for rows in steps)
+
+
 def test_a_sampler_can_be_read_by_two_threads(sets, monkeypatch):
     """The log reads past steps with a clone, which has the same StepSamplers as the thread that
     prepares the next steps."""
