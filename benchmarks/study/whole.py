@@ -75,12 +75,12 @@ def chosen(runs: list[dict[str, Any]], data: str) -> dict[str, tuple[Choice, lis
     return best
 
 
-def table_of(data: str, runs: list[dict[str, Any]]) -> tuple[list[list[str]], list[float]]:
-    """Return the rows of a table, best dev score first, and the p of each."""
+def table_of(data: str, runs: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the rows of a table, best test score first."""
     best, test = chosen(runs, data), f"{data}/test"
     untrained = [run for run in runs if run["row"] == "untrained" and run["set"] == data]
     base = scores(best["grad_cache"][1], test)
-    lines, values = [], []
+    lines = []
     for row, ((size, rate), found) in sorted(
         best.items(), key=lambda item: -mean(item[1][1], test)
     ):
@@ -92,7 +92,6 @@ def table_of(data: str, runs: list[dict[str, Any]]) -> tuple[list[list[str]], li
             result = compare(scores(found, test), base, "ndcg@10")
             cells.append(f"{result.difference:+.4f} ({result.low:+.4f} to {result.high:+.4f})")
             cells.append(f"{result.p_both:.3f}" if result.p_both is not None else "")
-            values.append(result.p_both or 1.0)
         cells += [f"{mean(found, f'{other}/test'):.4f}" if f"{other}/test" in found[0]["scores"]
                   else "" for other in ("scifact", OTHER[data])]  # fmt: skip
         lines.append(cells)
@@ -102,7 +101,7 @@ def table_of(data: str, runs: list[dict[str, Any]]) -> tuple[list[list[str]], li
          f"{first[test]['ndcg@10']:.4f}", "", "",
          *(f"{first[f'{other}/test']['ndcg@10']:.4f}" for other in ("scifact", OTHER[data]))]
     )  # fmt: skip
-    return lines, values
+    return lines
 
 
 def main() -> None:
@@ -113,7 +112,7 @@ def main() -> None:
             "row", "N", "rate", "seeds", "dev", "test", "against grad_cache",
             "p", "SciFact", SETS[OTHER[data]],
         ]  # fmt: skip
-        lines, _ = table_of(data, runs)
+        lines = table_of(data, runs)
         print(f"### {title}\n")
         for cells in (heads, ["---"] * len(heads), *lines):
             print("| " + " | ".join(cells) + " |")
@@ -122,7 +121,9 @@ def main() -> None:
         hypothesis[data] = compare(
             scores(best["replay_bank"][1], test), scores(best["grad_cache"][1], test), "ndcg@10"
         )
-    corrected = holm([found.p_both or 1.0 for found in hypothesis.values()])
+    corrected = holm(
+        [1.0 if found.p_both is None else found.p_both for found in hypothesis.values()]
+    )
     for (data, found), p in zip(hypothesis.items(), corrected, strict=True):
         print(
             f"{SETS[data]}: replay with a bank minus grad_cache {found.difference:+.4f} "
