@@ -406,9 +406,9 @@ class DualEncoder(nn.Module):
 
         An older model in ``folder`` is replaced. If an error occurs, no file is written. With
         sharded weights, all processes must call this function; process 0 writes. Raises InputError
-        if the folder contains other files.
+        if the folder has files but is no saved model.
         """
-        refuse_other_files(Path(folder), SETTINGS_FILE, "a saved model")
+        refuse_other_files(Path(folder), "a saved model", SETTINGS_FILE)
         if self.group is not None and not self.group.is_main:
             send_weights(self.towers)
             return

@@ -99,12 +99,12 @@ class Index:
     ) -> "Index":
         """Load the index in ``folder``, or build one from ``shards`` and save it there.
 
-        Raises InputError if the folder contains other files, or an index with a different origin.
+        Raises InputError if the folder has files but no index, or an index with another origin.
         """
         if (Path(folder) / MANIFEST).is_file():
             return cls.load(folder, origin, device)
         # check before the slow build
-        refuse_other_files(Path(folder), INDEX_FILE, "an index")
+        refuse_other_files(Path(folder), "an index", INDEX_FILE, MANIFEST)
         index = cls.build(shards(), origin, device)
         index.save(folder)
         return index
@@ -164,7 +164,7 @@ class Index:
 
         The folder appears only when it is complete.
         """
-        refuse_other_files(Path(folder), INDEX_FILE, "an index")
+        refuse_other_files(Path(folder), "an index", INDEX_FILE, MANIFEST)
         with whole_folder(folder) as part:
             load_faiss().write_index(self.index, str(part / INDEX_FILE))
             manifest = _Manifest(self.origin, sha256_of(part / INDEX_FILE))

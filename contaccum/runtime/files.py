@@ -306,13 +306,13 @@ def check_type(value: Any, type_: Any, where: str) -> Any:
         raise InputError(f"{where}: {error}") from error
 
 
-def refuse_other_files(folder: Path, marker: str, what: str) -> None:
-    """Raise InputError if ``folder`` has files, but not the file ``marker``.
+def refuse_other_files(folder: Path, what: str, *markers: str) -> None:
+    """Raise InputError if ``folder`` has files, but not all files in ``markers``.
 
-    ``whole_folder`` would delete these files. what: what a folder with ``marker`` contains, such as
-    "an index".
+    ``whole_folder`` would delete these files. what: what a folder with ``markers`` contains, such
+    as "an index".
     """
-    if not folder.is_dir() or (folder / marker).is_file():
+    if not folder.is_dir() or all((folder / marker).is_file() for marker in markers):
         return
     if any(path.name != ".DS_Store" for path in folder.iterdir()):
         raise InputError(

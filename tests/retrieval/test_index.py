@@ -89,11 +89,13 @@ def test_an_index_replaces_an_older_one_and_nothing_else(tmp_path):
     Index.build(shards(), FLAT).save(tmp_path / "index")
     Index.build(shards(90), FLAT).save(tmp_path / "index")
     assert len(Index.load(tmp_path / "index")) == 90
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")
-    with pytest.raises(InputError, match="contains files that do not belong to an index"):
-        Index.build(shards(), FLAT).save(tmp_path / "photos")
-    assert (tmp_path / "photos" / "cat.jpg").read_bytes() == b"cat"
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    for name in ("index.faiss", "index.pkl"):  # as other libraries name theirs
+        (foreign / name).write_bytes(b"theirs")
+        with pytest.raises(InputError, match="contains files that do not belong to an index"):
+            Index.build(shards(), FLAT).save(foreign)
+    assert {file.read_bytes() for file in foreign.iterdir()} == {b"theirs"}
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
