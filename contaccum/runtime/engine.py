@@ -403,6 +403,7 @@ class Engine(Processes):
     def reduce_gradients(self) -> None:
         """Sum the gradients over all processes. Each optimizer step does this once."""
         if self.replay_share < 1:  # a process that replayed no text of a tower sends zeros
+            self.scaler.scale(torch.zeros((), device=self.device))  # else it could not unscale
             for parameter in self.parameters:
                 parameter.grad = (
                     torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

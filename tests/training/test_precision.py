@@ -227,6 +227,16 @@ def test_half_precision_weights_change_no_bit_with_partial_replay_and_a_loss_sca
     assert not torch.equal(found[0], found[2])  # the scaler skips steps whose gradients overflow
 
 
+def test_a_process_that_replays_no_text_can_unscale_its_gradients():
+    engine = Engine(device="cpu", replay_share=0.5)
+    encoder = tiny_encoder()
+    engine.prepare(encoder, torch.optim.SGD(encoder.parameters()))
+    engine.scaler = torch.amp.GradScaler("cpu")
+    engine.begin_step(0)
+    engine.reduce_gradients()
+    assert engine.gradient_norms() == (0.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("family", "joined"),
     [("bert", 2), ("distilbert", 2), ("mpnet", 2), ("qwen3", 4), ("modernbert", 0)],
