@@ -127,14 +127,18 @@ class Probe:
         train_set = load_training(config.data, config.distils)
         self.pairs, self.passages = len(train_set.queries), len(train_set.passages)
         n = config.batch.global_batch_size
-        # passages for random negatives: the positives of few queries may be too few
-        first = 0
+        needed = 0  # passages, for random negatives
         if config.data.hard_negatives:
             most = int(train_set.positives.lengths.max())
-            first = min(self.passages, config.data.hard_negatives + most)
-        self.longest = subset(train_set, _longest(train_set, most=4 * n), first)
-        pairs = np.random.default_rng(config.seed).permutation(self.pairs)[: max(512, 4 * n)]
-        self.random_pairs = subset(train_set, pairs, first)
+            needed = min(self.passages, config.data.hard_negatives + most)
+
+        def pairs_of(queries: np.ndarray) -> TrainSet:
+            found = subset(train_set, queries)
+            return found if len(found.passages) >= needed else subset(train_set, queries, needed)
+
+        self.longest = pairs_of(_longest(train_set, most=4 * n))
+        random = np.random.default_rng(config.seed)
+        self.random_pairs = pairs_of(random.permutation(self.pairs)[: max(512, 4 * n)])
         self.engine = Engine(
             device=config.run.device,
             seed=config.seed,
@@ -181,7 +185,10 @@ class Probe:
             )
         # a larger micro-batch takes less time per pair
         longest = duration((time.perf_counter() - began) * sizes[-1] / small[-1])
-        print(f"  a micro-batch of {sizes[-1]} pairs takes at most {longest}", file=sys.stderr)
+        print(
+            f"  a micro-batch of {counted(sizes[-1], 'pair')} takes at most {longest}",
+            file=sys.stderr,
+        )
         while True:
             fits = max((size for size in peaks if peaks[size] <= budget), default=0)
             too_large = min((size for size in peaks if peaks[size] > budget), default=n + 1)
