@@ -92,8 +92,8 @@ def find(name: str | Path) -> Callable[[str], Path]:
 def source_of(name: str, split: str) -> tuple[str, str, str]:
     """Return the path or name, the configuration and the split that are read. Download nothing.
 
-    They are equal for the same queries. The split of a Hub name replaces ``split``, and the split
-    of a file is empty.
+    The split of a Hub name replaces ``split``, and the split of a file is empty. Two names of the
+    same set on the Hub may differ.
     """
     text, configuration = os.path.expanduser(name), ""
     if text.startswith(HUB_PREFIX) and not os.path.exists(text):

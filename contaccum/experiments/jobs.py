@@ -211,7 +211,7 @@ def run_jobs(
                         file=sys.stderr,
                     )
             if time.monotonic() >= next_lines:
-                next_lines += LINE_SECONDS
+                next_lines = time.monotonic() + LINE_SECONDS
                 for worker in running.values():
                     print(f"{worker.job.name}: {last_line(worker.job.log)}", file=sys.stderr)
             if signals.received:

@@ -178,9 +178,9 @@ class Training:
         if config.replay_share < 1 and self.encoder.has_dropout():
             lora = " and lora.dropout 0" if config.lora.rank else ""
             warnings.warn(
-                "with dropout, the second pass of partial replay has other noise than the first, "
-                "and its estimate is the gradient of another loss than the one that is logged; set "
-                f"model.dropout 0{lora}",
+                "partial replay encodes without dropout in the first pass and with it in the "
+                "second, so it estimates the gradient of another loss than the one that is logged; "
+                f"set model.dropout 0{lora}",
                 stacklevel=2,
             )
         config = automatic.choose(config, engine, self.encoder)
@@ -632,7 +632,7 @@ class Training:
     def _save_model(self) -> None:
         """Save the model, and move metrics.json away if it belongs to an older one."""
         file = self.folder / "model" / SETTINGS_FILE  # has the hashes of the weights
-        before = file.read_bytes() if file.is_file() else None
+        before = file.read_bytes() if self.engine.is_main and file.is_file() else None
         if self.engine.is_main or self.engine.sharded:
             self.encoder.save(file.parent)
         metrics = self.folder / run_folder.METRICS_FILE

@@ -21,7 +21,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -185,6 +185,15 @@ def read_config(run: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
     return values
 
 
+@dataclass(frozen=True)
+class Finished:
+    """Content of finished.json."""
+
+    total: int  # number of steps
+    examples: int
+    identity: dict[str, Any]  # see ``run_identity``
+
+
 class Checkpoint(NamedTuple):
     """Checkpoint that is complete and whose hashes are correct."""
 
@@ -252,16 +261,16 @@ def finished_identity(config: TrainConfig) -> dict[str, Any] | None:
     whole = (run / FINISHED_FILE).is_file() and (run / "model" / SETTINGS_FILE).is_file()
     if not config.resume or not whole or all_checkpoints(run):
         return None
-    finished = read_json(run / FINISHED_FILE, dict[str, Any], version=STATE_VERSION)
-    total = total_steps(config, finished["examples"])
-    if total > finished["total"]:
+    finished = read_json(run / FINISHED_FILE, Finished, version=STATE_VERSION)
+    total = total_steps(config, finished.examples)
+    if total > finished.total:
         raise InputError(
-            f"{run}: this run ended after {counted(finished['total'], 'step')} and deleted its "
+            f"{run}: this run ended after {counted(finished.total, 'step')} and deleted its "
             f"checkpoints, so it cannot continue to {total} steps. Start a new run from "
             f"{run / 'model'} (as model.name), and set run.keep_checkpoints to be able to "
             "continue it."
         )
-    return finished["identity"]
+    return finished.identity
 
 
 def total_steps(config: TrainConfig, examples: int) -> int:
@@ -275,8 +284,8 @@ def finish(run: Path, total: int, examples: int, identity: dict[str, Any]) -> No
 
     identity: see ``run_identity``.
     """
-    finished = {"total": total, "examples": examples, "identity": identity}
-    write_json(run / FINISHED_FILE, {"format_version": STATE_VERSION, **finished})
+    finished = Finished(total, examples, identity)
+    write_json(run / FINISHED_FILE, {"format_version": STATE_VERSION, **asdict(finished)})
     for folder in all_checkpoints(run):
         remove_folder(folder)
     with suppress(OSError):  # it has files of somebody else

@@ -329,7 +329,7 @@ def test_balancing_lowers_the_error_of_the_gradient(monkeypatch):
 # training
 
 
-@pytest.mark.filterwarnings("ignore:with dropout, the second pass")
+@pytest.mark.filterwarnings("ignore:partial replay encodes without dropout")
 @pytest.mark.parametrize("method", TWO_PASS)
 def test_resumed_partial_replay_equals_uninterrupted_run_to_the_byte(method, tmp_path):
     data = write_beir(tmp_path / "data")

@@ -18,7 +18,7 @@ from contaccum.training.out_of_memory import MicroBatchSize
 DROPOUT = {"model.dropout": 0.3, "run.drift_steps": 1}
 
 
-@pytest.mark.filterwarnings("ignore:with dropout, the second pass")
+@pytest.mark.filterwarnings("ignore:partial replay encodes without dropout")
 @pytest.mark.parametrize(
     ("method", "share"),
     [("passage_bank", 1.0), ("cont_accum", 1.0), ("cont_cache", 1.0), ("cont_cache", 0.5)],
