@@ -149,20 +149,26 @@ class HubName:
             return
         files = [Path(file) for file in chain.from_iterable(splits.values())]
         read = {file.resolve() for file in files}
-        for folder in sorted({Path(self.repository), *(file.parent for file in files)}):
-            for path in sorted(folder.iterdir()):
-                is_data = _ending(path.name.lower()) in _ENDINGS and not path.name.startswith(".")
-                if is_data and path.name not in FILES_TO_IGNORE and path.resolve() not in read:
-                    found = ", ".join(
-                        f"{split} has {', '.join(Path(file).name for file in files)}"
-                        for split, files in splits.items()
-                    )
-                    raise InputError(
-                        f"{self.text}: {path} would not be read ({found}); the files of a folder "
-                        "need one format, endings in lower case and, for several splits, names "
-                        "such as train.csv and test.csv. Move the file, or give one file after "
-                        "hub:."
-                    )
+        folders = {Path(self.repository), *(file.parent for file in files)}
+        data = [
+            path
+            for folder in sorted(folders)
+            for path in sorted(folder.iterdir())
+            if _ending(path.name.lower()) in _ENDINGS and not path.name.startswith(".")
+        ]
+        unread = [
+            path for path in data if path.name not in FILES_TO_IGNORE and path.resolve() not in read
+        ]
+        if unread:
+            found = ", ".join(
+                f"{split} has {', '.join(Path(file).name for file in of_split)}"
+                for split, of_split in splits.items()
+            )
+            raise InputError(
+                f"{self.text}: {unread[0]} would not be read ({found}); the files of a folder "
+                "need one format, endings in lower case and, for several splits, names such as "
+                "train.csv and test.csv. Move the file, or give one file after hub:."
+            )
 
     def rows(self, files: Iterable[str]) -> Rows:
         """Read the rows of files. A file that is an address on the Hub is downloaded first."""

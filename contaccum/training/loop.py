@@ -110,7 +110,7 @@ class RunData(NamedTuple):
 
     train_set: TrainSet
     dev: RetrievalSet | None
-    dev_passages: int  # number of passages of the dev set before ``dev`` got a sample of them
+    dev_corpus_size: int  # number of passages of the dev set before ``dev`` got a sample of them
 
 
 def load_data(config: TrainConfig) -> RunData:
@@ -149,9 +149,9 @@ class Training:
         self.whole_dev = False  # whether the dev corpus is not a sample
         self.dev_label = config.run.metric  # name of the dev score for people
         if self.dev:
-            self.whole_dev = len(self.dev.corpus) == data.dev_passages
+            self.whole_dev = len(self.dev.corpus) == data.dev_corpus_size
             if not self.whole_dev:
-                self.dev_label += f" on {len(self.dev.corpus)} of {data.dev_passages} passages"
+                self.dev_label += f" on {len(self.dev.corpus)} of {data.dev_corpus_size} passages"
         compared = {
             "checkpoint": str(checkpoint.state["step"]) if checkpoint else "",
             "config": to_yaml(config),
