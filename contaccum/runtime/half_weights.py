@@ -1,4 +1,4 @@
-"""Half-precision copies of the weights of linear layers, made once per optimizer step.
+"""Half-precision copies of the weights of linear layers, cast once per optimizer step.
 
 autocast casts each weight in a forward pass and each gradient in a backward pass, and autograd adds
 each gradient to that of the micro-batch before: three small operations per weight and micro-batch.
@@ -8,8 +8,8 @@ each other in memory, so that one matrix product computes these layers.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -69,27 +69,47 @@ class HalfWeights:
             for weight in owners
             if weight not in in_joined and (weight.requires_grad or weight in self.half)
         ]
-        self.number = {weight: n for n, group in enumerate(self.groups) for weight in group}
+        number = {weight: n for n, group in enumerate(self.groups) for weight in group}
         self.places = [
-            (module, name, weight)
+            (module._parameters, name, weight, number[weight])
             for module in encoder.modules()
             for name, weight in module.named_parameters(recurse=False)
-            if weight in self.number and weight not in in_joined
+            if weight in number and weight not in in_joined
+        ]
+        # numbers of the groups of the weights and biases of ``joined``
+        self.joined_numbers = [
+            (number[first.weight], None if first.bias is None else number[first.bias])
+            for first, *_ in self.joined
+        ]
+        self.rows = [[len(weight) for weight in group] for group in self.groups]
+        # copies in half precision, by number of the group; their memory is the same in all steps
+        self.copies = {
+            n: group[0].new_empty(sum(rows), *group[0].shape[1:], dtype=dtype)
+            for n, (group, rows) in enumerate(zip(self.groups, self.rows, strict=True))
+            if group[0] in self.half
+        }
+        self.sources = [weight.detach() for n in self.copies for weight in self.groups[n]]
+        self.targets = [
+            part for n, copy in self.copies.items() for part in copy.detach().split(self.rows[n])
         ]
         self.values: list[Tensor] = []  # of ``groups`` inside the passes of this step
         # the same values as leaves of a graph, for each pass with a graph that awaits its backward
         # pass; if passes shared them, their gradients would be summed in half precision
         self.leaves: list[list[Tensor]] = []
+        # repeats forward passes inside backward passes
+        self.checkpointing = any(
+            getattr(module, "gradient_checkpointing", False) for module in encoder.modules()
+        )
 
     def drop(self) -> None:
-        """Forget the copies and the gradients of this step."""
+        """Forget the values and the gradients of this step."""
         self.values, self.leaves = [], []
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """Replace the weights in a forward pass inside the ``with`` block."""
         if not self.values:
-            self.values = self._copies()
+            self.values = self._values()
         tensors = self.values
         if torch.is_grad_enabled():
             tensors = [
@@ -101,39 +121,32 @@ class HalfWeights:
             yield
 
     @torch.no_grad()
-    def _copies(self) -> list[Tensor]:
-        values: list[Tensor] = []
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for group in self.groups:
-            value = group[0].detach()
-            if group[0] in self.half:
-                value = value.new_empty(sum(map(len, group)), *value.shape[1:], dtype=self.dtype)
-                targets += parts(value, group)
-                sources += group
-            values.append(value)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        return values
+    def _values(self) -> list[Tensor]:
+        """Return the current values of the weights, in the precision that passes need."""
+        if self.sources:
+            torch._foreach_copy_(self.targets, self.sources)
+        return [
+            self.copies[n] if n in self.copies else group[0].detach()
+            for n, group in enumerate(self.groups)
+        ]
 
     @contextmanager
     def _replaced(self, tensors: list[Tensor]) -> Iterator[None]:
         try:
-            for module, name, weight in self.places:
-                module._parameters[name] = tensors[self.number[weight]]  # type: ignore[assignment]
-            for layers in self.joined:
-                bias = layers[0].bias
+            for parameters, name, _, n in self.places:
+                parameters[name] = tensors[n]  # type: ignore[assignment]
+            for layers, (weight, bias) in zip(self.joined, self.joined_numbers, strict=True):
                 product = JoinedLayers(
                     [layer.out_features for layer in layers],
-                    tensors[self.number[layers[0].weight]],
-                    None if bias is None else tensors[self.number[bias]],
+                    tensors[weight],
+                    None if bias is None else tensors[bias],
                 )
                 for place, layer in enumerate(layers):
                     layer.forward = partial(product.output, place)  # type: ignore[method-assign]
             yield
         finally:
-            for module, name, weight in self.places:
-                module._parameters[name] = weight
+            for parameters, name, weight_of_place, _ in self.places:
+                parameters[name] = weight_of_place
             for layers in self.joined:
                 for layer in layers:
                     vars(layer).pop("forward", None)  # restores the method of the class
@@ -143,14 +156,16 @@ class HalfWeights:
 
         value: scalar that depends on all passes with a graph since the last call.
         """
-        with self._replaced(self.leaves[-1]):  # gradient checkpointing repeats forward passes
+        repeats = self._replaced(self.leaves[-1]) if self.checkpointing else nullcontext()
+        with repeats:
             value.backward()
         while self.leaves:
             leaves = self.leaves.pop()  # autograd also adds the gradients of the last pass first
             received: list[tuple[nn.Parameter, Tensor]] = []
-            for group, leaf in zip(self.groups, leaves, strict=True):
+            for group, rows, leaf in zip(self.groups, self.rows, leaves, strict=True):
                 if leaf.grad is not None:
-                    received += zip(group, parts(leaf.grad, group), strict=True)
+                    gradients = leaf.grad.split(rows) if len(group) > 1 else [leaf.grad]
+                    received += zip(group, gradients, strict=True)
             for start in range(0, len(received), GROUP):
                 add_gradients(received[start : start + GROUP])
 
@@ -177,11 +192,6 @@ class JoinedLayers:
         if not self.outputs:
             self.rows = None  # would keep the memory
         return found
-
-
-def parts(tensor: Tensor, weights: list[nn.Parameter]) -> Sequence[Tensor]:
-    """Return the part of each weight in a tensor that replaces all of them."""
-    return [tensor] if len(weights) == 1 else tensor.split([len(weight) for weight in weights])
 
 
 @torch.no_grad()
