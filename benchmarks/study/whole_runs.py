@@ -27,6 +27,7 @@ from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, Sea
 from contaccum.data.dataset import open_dataset
 from contaccum.evaluation.evaluate import evaluate
 from contaccum.retrieval.mine import mine
+from contaccum.runtime.processes import encoding_device
 
 AGED = {"bank.size": 64, "bank.age_decay": 1.0, "bank.row_weight": "current"}
 ROWS: dict[str, dict[str, Any]] = {
@@ -205,7 +206,7 @@ def run(job: Job, sets: Path, model: Path, out: Path, device: str) -> Job:
             judged = open_dataset(
                 str(sets / folder_name), split, DataPolicy(repair=True)
             ).retrieval_set
-            found = evaluate(loaded.to(device), judged, k=100, settings=settings)
+            found = evaluate(loaded.to(encoding_device(device)), judged, k=100, settings=settings)
             per_query = found["per_query"]
             scores[name] = {
                 "ndcg@10": round(found["mean"]["ndcg@10"], 5), "queries": len(per_query),
@@ -226,7 +227,7 @@ def main() -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("--workers", type=int, default=15, help="runs at a time")
     parser.add_argument("--minutes", type=float, default=60, help="no run starts after this time")
-    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--device", default="auto", help="auto or cpu")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     file, end = args.out / "whole.jsonl", time.monotonic() + 60 * args.minutes

@@ -51,5 +51,5 @@ def test_every_page_has_a_place():
             if ".." not in link
         }
     pages = {str(path.relative_to(docs)) for path in docs.rglob("*.md")}
-    assert len(figures) == 2
+    assert len(figures) == 3
     assert pages - named == set()
