@@ -1,7 +1,8 @@
 """Check and measure contaccum on a GPU: three parts of at most 9 minutes, each a list of
 independent steps.
 
-    bash benchmarks/gpu_suite.sh OUT [--part 1|2|3] [--quick] [--device cpu] [--minutes 9]
+    bash benchmarks/gpu_suite.sh OUT [--part 1|2|3] [--step NAME] [--quick] [--device cpu]
+        [--minutes 9]
 
 Every step is a process with a log, OUT/STEP.log, and its figures, OUT/STEP.json. OUT/partN.json
 lists the steps of a part with their results, OUT/partN.log what the part printed. A part or a step
@@ -245,7 +246,9 @@ def run_part(part: int, out: Path, args: argparse.Namespace) -> bool:
         if missing:
             say(f"part {part}: skipped (needs {', '.join(missing)})")
         for step in make_steps(out, args.device, args.quick) if not missing else []:
-            if step.part not in (0, part):
+            if step.part not in (0, part) or (
+                step.part and args.step and step.name not in args.step
+            ):
                 continue
             figures = out / f"{step.name}.json"
             figures.unlink(missing_ok=True)  # of an earlier run
@@ -277,6 +280,9 @@ def main() -> int:
         "--part", type=int, choices=(1, 2, 3), action="append", help="part to run; default: all"
     )
     parser.add_argument(
+        "--step", action="append", help="step to run, and no other of its part; default: all"
+    )
+    parser.add_argument(
         "--device",
         choices=("auto", "cpu"),
         default="auto",
@@ -298,8 +304,13 @@ def main() -> int:
             "torch sees no CUDA device; for the smallest sizes on the CPU, add --device cpu"
         )
     out = args.out.resolve()
+    parts = {step.name: step.part for step in make_steps(out, args.device, args.quick)}
+    if unknown := [name for name in args.step or () if not parts.get(name)]:
+        known = ", ".join(name for name, part in parts.items() if part)
+        parser.error(f"--step {unknown[0]}: no such step; choose from {known}")
+    chosen = args.part or sorted({parts[name] for name in args.step or ()}) or [1, 2, 3]
     out.mkdir(parents=True, exist_ok=True)
-    passed = [run_part(part, out, args) for part in args.part or (1, 2, 3)]
+    passed = [run_part(part, out, args) for part in chosen]
     return int(not all(passed))
 
 

@@ -126,6 +126,12 @@ def test_steps_of_the_gpu_suite_do_not_depend_on_each_other(tmp_path, monkeypatc
     assert found["works"] == found["next"] == ("passed", "fine")
     assert run_suite(monkeypatch, tmp_path, steps, "--part", "1", "--minutes", "0") == 0
     assert "works: skipped in 0 s (the time of this part is over)" in capsys.readouterr().out
+    assert run_suite(monkeypatch, tmp_path, steps, "--step", "works", "--step", "next") == 0
+    printed = [line.split(" in ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert printed == ["part 1, works: passed", "part 2, next: passed"]
+    with pytest.raises(SystemExit):
+        run_suite(monkeypatch, tmp_path, steps, "--step", "encod")
+    assert "encod: no such step; choose from fails, lacks" in capsys.readouterr().err
 
 
 def test_the_gpu_suite_refuses_a_machine_without_a_gpu(tmp_path):
