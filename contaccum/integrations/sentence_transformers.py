@@ -120,13 +120,7 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         """
         if not self.bank_loss.loss.similarity.mask_false_negatives:
             return None
-        columns = [
-            zip(each["input_ids"].cpu(), each["attention_mask"].cpu().bool(), strict=True)
-            for each in passages
-        ]
-        return torch.stack(
-            [content_ids([row[real].tolist() for row, real in each]) for each in columns], 1
-        )
+        return torch.stack([content_ids(tokens_of_texts(column)) for column in passages], 1)
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the options of the loss. sentence-transformers writes them into the model card."""
@@ -150,6 +144,20 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
     url={https://arxiv.org/abs/2406.12356},
 }
 """
+
+
+def tokens_of_texts(features: dict[str, Tensor]) -> list[list[int]]:
+    """Return the token ids of each text of a batch of sentence-transformers."""
+    ids = features["input_ids"].cpu()
+    if "attention_mask" in features:  # padded, (B, length)
+        masks = features["attention_mask"].cpu().bool()
+        return [row[mask].tolist() for row, mask in zip(ids, masks, strict=True)]
+    # without padding, for FlashAttention, or for StaticEmbedding
+    if "cu_seq_lens_q" in features:
+        starts = features["cu_seq_lens_q"][1:-1]
+    else:
+        starts = features["offsets"][1:]
+    return [part.tolist() for part in ids.flatten().tensor_split(starts.tolist())]
 
 
 class ContAccumCallback(TrainerCallback):

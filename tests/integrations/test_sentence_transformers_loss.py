@@ -21,7 +21,7 @@ from contaccum.config import TrainConfig
 from contaccum.encoder import EncoderSettings, tiny_tower
 from contaccum.errors import InputError
 from contaccum.integrations.bank_loss import BANK_FILE, BankLoss, read_bank, write_bank
-from contaccum.integrations.sentence_transformers import ContAccumLoss
+from contaccum.integrations.sentence_transformers import ContAccumLoss, tokens_of_texts
 from contaccum.runtime.engine import Engine
 from contaccum.training import parts
 from contaccum.training.log import read_log
@@ -328,6 +328,28 @@ def test_equal_passages_are_masked(plain):
         # bank rows mirror the current ones
         right = torch.nn.functional.cross_entropy(columns, torch.arange(3)).item()
         assert loss(features).item() == pytest.approx(right, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["flattened", "offsets"])
+def test_passages_are_told_apart_without_an_attention_mask(kind, plain):
+    """FlashAttention and StaticEmbedding have the tokens of all texts in one row."""
+    model, rows, _ = plain
+    encoder = SentenceTransformer(str(model), device="cpu")
+    first, second = (row["positive"] for row in rows[:2])
+    padded = encoder.preprocess([first, f"{first} {second}", second])
+    texts = [
+        row[mask.bool()]
+        for row, mask in zip(padded["input_ids"], padded["attention_mask"], strict=True)
+    ]
+    starts = torch.tensor([0, *[len(text) for text in texts]]).cumsum(0)
+    one_row = torch.cat(texts)
+    other = (
+        {"input_ids": one_row.unsqueeze(0), "cu_seq_lens_q": starts.int()}
+        if kind == "flattened"
+        else {"input_ids": one_row, "offsets": starts[:-1]}
+    )
+    assert tokens_of_texts(other) == tokens_of_texts(padded) == [text.tolist() for text in texts]
+    assert len({len(text) for text in texts}) > 1
 
 
 def test_batches_of_another_shape_are_refused():
