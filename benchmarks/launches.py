@@ -39,7 +39,9 @@ from contaccum.runtime.engine import Engine
 DIM, MICRO_STEPS, META = 768, 8, torch.device("meta")
 WHOLE_STEP = ("in_batch", "grad_cache", "cont_cache")
 BANKLESS = ("grad_accum", "in_batch", "grad_cache")
-NO_LAUNCH = ("aten::empty", "aten::new_empty", "aten::lift_fresh", "aten::detach")
+NO_LAUNCH = (
+    "aten::empty", "aten::new_empty", "aten::lift_fresh", "aten::detach", "aten::unsafe_split",
+)  # fmt: skip
 
 
 class Count(TorchDispatchMode):

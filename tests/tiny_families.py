@@ -45,6 +45,7 @@ OTHERS = {
     "camembert": SIZES,
     "eurobert": SIZES | {"num_key_value_heads": 1},
     "qwen2": SIZES | {"num_key_value_heads": 1},
+    "longformer": SIZES | {"attention_window": [8, 8]},
 }
 
 

@@ -365,14 +365,14 @@ def packed_linears(backbone: nn.Module) -> Iterator[None]:
         for layer in layers
         if (layer.weight.device.type, layer.weight.dtype) == ("cpu", torch.float32)
     ]
-    for layer in layers:
-        packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), PACKED_ROWS)
-        layer.forward = partial(_packed_forward, packed, layer.bias)  # type: ignore[method-assign]
     try:
+        for layer in layers:
+            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), PACKED_ROWS)
+            layer.forward = partial(_packed_forward, packed, layer.bias)  # type: ignore[method-assign]
         yield
     finally:
         for layer in layers:
-            del layer.forward  # restores the method of the class
+            vars(layer).pop("forward", None)  # restores the method of the class
 
 
 def _packed_forward(packed: Any, bias: Tensor | None, rows: Tensor) -> Tensor:

@@ -115,14 +115,18 @@ class Engine(Processes):
         ]
         if not self.sharded:
             self.copy_from_main([parameter.data for parameter in encoder.parameters()])
-        # FSDP gathers sharded weights in half precision
-        if self.precision != "fp32" and not self.sharded:
+        if self.copies_weights(encoder):
             self.half_weights = HalfWeights(encoder, torch_dtype(self.precision))
         self.optimizer = optimizer
         self.padded = not encoder.query_tower.unpad
         self.no_grad_group_size = 1
         if self.device.type != "cpu":
             self.no_grad_group_size = encoder.no_grad_group_size(dropout=self.replay_share == 1)
+
+    def copies_weights(self, encoder: "DualEncoder") -> bool:
+        """Return whether passes use copies of the weights in half precision."""
+        # FSDP gathers sharded weights in half precision
+        return self.precision != "fp32" and encoder.group is None
 
     def limit_memory(self, budget: int) -> None:
         """Limit the memory that torch allocates on the GPU to ``budget`` bytes.
@@ -467,6 +471,7 @@ class Engine(Processes):
 
     def close(self) -> None:
         """End the process group, and reset torch's global settings for another run."""
+        self.before_pass = None  # a method of the run: the cycle would keep the encoder in memory
         torch.set_float32_matmul_precision(self.matmul_precision_before)
         if self.memory_limited:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device.index)

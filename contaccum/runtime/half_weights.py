@@ -35,16 +35,8 @@ class HalfWeights:
 
     def __init__(self, encoder: nn.Module, dtype: torch.dtype) -> None:
         """dtype: data type of the copies."""
-        self.dtype = dtype
-        owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
-        for module in encoder.modules():
-            for weight in module.parameters(recurse=False):
-                owners[weight].append(module)
-        self.half = {
-            weight
-            for weight, modules in owners.items()
-            if weight.dtype == torch.float32 and all(type(each) is nn.Linear for each in modules)
-        }
+        owners = owners_of_weights(encoder)
+        self.half = copied_weights(encoder)
         # lists of layers that one product computes
         self.joined: list[list[nn.Linear]] = []
         for module in encoder.modules():
@@ -170,6 +162,24 @@ class HalfWeights:
                 add_gradients(received[start : start + GROUP])
 
 
+def owners_of_weights(encoder: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """Return the modules that each weight belongs to."""
+    owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+    for module in encoder.modules():
+        for weight in module.parameters(recurse=False):
+            owners[weight].append(module)
+    return owners
+
+
+def copied_weights(encoder: nn.Module) -> set[nn.Parameter]:
+    """Return the weights that get a copy in half precision: of linear layers only, in float32."""
+    return {
+        weight
+        for weight, modules in owners_of_weights(encoder).items()
+        if weight.dtype == torch.float32 and all(type(each) is nn.Linear for each in modules)
+    }
+
+
 class JoinedLayers:
     """Linear layers that one matrix product computes if they have the same input."""
 
@@ -184,7 +194,9 @@ class JoinedLayers:
         if place == 0:
             self.rows = rows
             product = F.linear(rows, self.weight, self.bias)
-            self.outputs = dict(enumerate(product.split(self.sizes, -1)))
+            # autograd forbids to change the parts of ``split`` in place, as Longformer does
+            outputs = torch.unsafe_split_with_sizes(product, self.sizes, -1)
+            self.outputs = dict(enumerate(outputs))
         if rows is not self.rows or place not in self.outputs:
             bias = None if self.bias is None else self.bias.split(self.sizes)[place]
             return F.linear(rows, self.weight.split(self.sizes)[place], bias)

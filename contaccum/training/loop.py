@@ -415,7 +415,8 @@ class Training:
         config, engine, bank = self.config, self.engine, self.bank
         step = self.done + 1
         bank_fill = bank.fill  # before this step's pairs
-        ages = bank.ages()
+        ages = bank.ages().double()
+        ages = torch.stack([ages.mean(), ages.max()]) if len(ages) else ages  # mean and maximum
 
         # forward and backward passes
         pairs = [len(batch.query_ids) for batch in micro_batches]
@@ -463,6 +464,8 @@ class Training:
         # gradients: sum them over the processes, measure and clip them
         engine.reduce_gradients()
         query_norm, passage_norm = engine.gradient_norms()
+        # read before the update, because reading waits for the device
+        age_mean, age_max = ages.tolist() or (None, None)
         tied = self.encoder.settings.tie_towers  # then both norms are of the same parameters
         norm = query_norm if tied else math.hypot(query_norm, passage_norm)
         finite = math.isfinite(norm)
@@ -507,8 +510,8 @@ class Training:
             "grad_norm": norm if finite else None,
             **norms,
             "bank_fill": bank_fill,
-            "bank_age_mean": ages.double().mean().item() if len(ages) else None,
-            "bank_age_max": ages.max().item() if len(ages) else None,
+            "bank_age_mean": age_mean,
+            "bank_age_max": None if age_max is None else int(age_max),
             "micro_batches": len(micro_batches),
             "peak_memory": engine.peak_memory(),
         }

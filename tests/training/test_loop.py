@@ -1,6 +1,7 @@
 """Files of a run, values in its log, dev evaluation, schedules and memory."""
 
 import errno
+import gc
 import importlib.util
 import json
 import math
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -302,6 +304,24 @@ def test_a_run_does_not_depend_on_the_state_of_torch_and_restores_it(data, tmp_p
         pytest.raises(InputError, match=r"inside torch\.autocast"),
     ):
         train(train_config(data, tmp_path / "autocast"))
+
+
+def test_a_finished_run_leaves_no_encoder_in_memory(data, tmp_path, monkeypatch):
+    """Without garbage collection, which comes too late for the next encoder on a GPU."""
+    encoders, take_step = [], Training.take_step
+
+    def kept(training, micro_batches):
+        encoders.append(weakref.ref(training.encoder))
+        return take_step(training, micro_batches)
+
+    monkeypatch.setattr(Training, "take_step", kept)
+    gc.collect()
+    gc.disable()
+    try:
+        train(train_config(data, tmp_path / "run", **{"optim.max_steps": 1}))
+        assert encoders[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_output_folder_must_be_new_or_empty(data, tmp_path):

@@ -138,7 +138,9 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         name = operator.name()
-        self.count += not (operator.is_view or "empty" in name or "detach" in name)
+        self.count += not (
+            operator.is_view or any(part in name for part in ("empty", "detach", "unsafe_split"))
+        )
         self.casts += "_to_copy" in name and args[0].data_ptr() in self.pointers
         return operator(*args, **(kwargs or {}))
 
@@ -239,7 +241,14 @@ def test_a_process_that_replays_no_text_can_unscale_its_gradients():
 
 @pytest.mark.parametrize(
     ("family", "joined"),
-    [("bert", 2), ("distilbert", 2), ("mpnet", 2), ("qwen3", 4), ("modernbert", 0)],
+    [
+        ("bert", 2),
+        ("distilbert", 2),
+        ("mpnet", 2),
+        ("qwen3", 4),
+        ("modernbert", 0),
+        ("longformer", 2),  # changes the output of a joined layer in place
+    ],
 )
 def test_layers_with_the_same_input_are_one_product(family, joined, tmp_path, monkeypatch):
     """In float32, where rounding does not hide an error. Families have two layers; qwen3 also joins
@@ -267,7 +276,10 @@ def test_layers_with_the_same_input_are_one_product(family, joined, tmp_path, mo
     for name, switch in switches.items():
         found[name] = run_steps("in_batch", steps, encoder=encoder, switch=switch)[0]
         assert largest_difference(found["separate"], found[name]) < 2e-5
-    if joined and family != "qwen3":  # its keys and values have another width than its queries
+    if joined and family not in (
+        "qwen3",
+        "longformer",
+    ):  # qwen3's keys and values have another width than its queries
         monkeypatch.setattr(JoinedLayers, "output", wrong)
         found["wrong"] = run_steps("in_batch", steps, encoder=encoder)[0]
         assert largest_difference(found["separate"], found["wrong"]) > 1e-2
