@@ -40,8 +40,8 @@ def load_fastest(choice: EncoderConfig, kind: str, texts: Sequence[str]) -> Dual
     AGREEMENT. fp16 comes first, because it has three more bits for the digits of a number than
     bf16. But numbers above 65,504 become infinite in fp16, and then the cosine is NaN.
     """
-    exact = _load(choice, "fp32")
-    expected = _encode(exact, kind, texts)  # (n, d)
+    # one encoder at a time in the memory of the GPU
+    expected = _encode(_load(choice, "fp32"), kind, texts)  # (n, d)
     found = []
     for precision in ("fp16", "bf16"):
         encoder = _load(choice, precision)
@@ -49,8 +49,10 @@ def load_fastest(choice: EncoderConfig, kind: str, texts: Sequence[str]) -> Dual
         found.append(f"{precision} {lowest:.7f}")
         if lowest >= AGREEMENT:
             break
+        del encoder
     else:
-        encoder, precision = exact, "fp32"
+        precision = "fp32"
+        encoder = _load(choice, precision)
     if is_main():
         print(
             f"contaccum: encoding in {precision} (lowest cosine with fp32, {len(texts)} texts: "

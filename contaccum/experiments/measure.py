@@ -148,8 +148,8 @@ class Probe:
         )
         self.encoder = parts.build_encoder(config, train_set, self.engine.device)
         parts.apply_switches(self.encoder, config)
-        self.engine.prepare(self.encoder, parts.make_optimizer(self.encoder, config.optim))
         self.config = automatic.choose(config, self.engine, self.encoder)
+        self.engine.prepare(self.encoder, parts.make_optimizer(self.encoder, config.optim))
         self.loss = parts.build_loss(config, self.encoder)
 
     def measure(self, budget: float) -> Measurement:
@@ -198,7 +198,8 @@ class Probe:
                 if fits < size < too_large and predicted_peak(peaks, size) <= budget
             ]
             if not untried:
-                return (fits, peaks[fits]) if fits in sizes else (None, None)
+                found = [size for size in sizes if peaks.get(size, math.inf) <= budget]
+                return (found[-1], peaks[found[-1]]) if found else (None, None)
             peaks[untried[-1]] = self.peak(untried[-1])
 
     def peak(self, size: int) -> float:

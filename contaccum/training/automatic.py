@@ -16,7 +16,8 @@ from contaccum.encoder import DualEncoder
 from contaccum.encoder.tower import can_unpad
 from contaccum.runtime import sharding
 from contaccum.runtime.engine import Engine
-from contaccum.runtime.processes import encoding_device
+from contaccum.runtime.half_weights import copied_weights
+from contaccum.runtime.processes import encoding_device, torch_dtype
 from contaccum.runtime.units import counted
 from contaccum.training.out_of_memory import out_of_memory
 from contaccum.training.run_folder import CONFIG_FILE, flat, read_config
@@ -112,7 +113,8 @@ def token_budget(config: TrainConfig, engine: Engine, encoder: DualEncoder) -> i
 
 def fitting_pairs(config: TrainConfig, engine: Engine, encoder: DualEncoder) -> int:
     """Return the largest B that fits and divides a process's pairs, or 0 if it is not measured."""
-    if engine.device.type != "cuda":
+    # with sharded weights, a pass that does not fit would end the run
+    if engine.device.type != "cuda" or encoder.group is not None:
         return 0
     tokens = fitting_tokens(encoder, engine, free_memory(config, engine))
     most = tokens // longest_pair(config, encoder)
@@ -143,8 +145,11 @@ def fitting_tokens(encoder: DualEncoder, engine: Engine, free: int) -> int:
     of the texts. With several processes, the result is that of the process with the least memory.
     """
     length = encoder.settings.max_passage_length
-    # gradients and the two moments of AdamW, which do not exist yet
+    # gradients, the two moments of AdamW and copies of weights, which do not exist yet
     state = 0
+    if engine.copies_weights(encoder):
+        half = torch_dtype(engine.precision).itemsize
+        state += sum(half * weight.numel() for weight in copied_weights(encoder))
     for parameter in encoder.parameters():
         weights = sharding.local(parameter)
         if parameter.requires_grad and weights.device == engine.device:

@@ -67,6 +67,12 @@ def test_sizes_that_are_predicted_not_to_fit_are_not_measured(probe):
     assert probe.largest_micro_batch(1000) == (None, None)
 
 
+def test_a_size_divides_an_odd_number_of_pairs(probe):
+    """Two pairs are measured and fit, but three, the next size, do not."""
+    probe.config = replace(probe.config, batch=replace(probe.config.batch, global_batch_size=15))
+    assert probe.largest_micro_batch(1050) == (1, 1021)
+
+
 def test_in_batch_fits_only_as_a_whole(probe):
     probe.config = replace(probe.config, method="in_batch")
     assert probe.largest_micro_batch(10_000) == (None, None)

@@ -133,6 +133,12 @@ def test_tokens_that_fit_are_in_proportion_to_the_memory_of_a_pass(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 50 + 8192 * 10)
     found = automatic.fitting_tokens(encoder, Engine(device="cpu"), state + 1_000_000)
     assert found == 85_000  # 85 % of a million bytes, at 10 bytes a token
+    # the copies of the weights of linear layers that a run in bf16 makes
+    linear = [layer for layer in encoder.modules() if isinstance(layer, torch.nn.Linear)]
+    copies = sum(2 * part.numel() for layer in linear for part in layer.parameters())
+    engine = Engine(device="cpu", precision="bf16")
+    assert automatic.fitting_tokens(encoder, engine, state + copies + 1_000_000) == 85_000
+    assert automatic.fitting_tokens(encoder, engine, state + 1_000_000) < 85_000
     assert all(parameter.grad is None for parameter in encoder.parameters())
 
 
