@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from contaccum.config import ENCODER_SETTINGS, EncoderConfig
 from contaccum.encoder.dual import DualEncoder
@@ -41,7 +42,13 @@ def load_fastest(choice: EncoderConfig, kind: str, texts: Sequence[str]) -> Dual
     bf16. But numbers above 65,504 become infinite in fp16, and then the cosine is NaN.
     """
     # one encoder at a time in the memory of the GPU
-    expected = _encode(_load(choice, "fp32"), kind, texts)  # (n, d)
+    try:
+        expected = _encode(_load(choice, "fp32"), kind, texts)  # (n, d)
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            f"{choice.model}: does not fit into the memory of the GPU in fp32, with which auto "
+            "compares other precisions. Set --precision to bf16 or fp16."
+        ) from error
     found = []
     for precision in ("fp16", "bf16"):
         encoder = _load(choice, precision)

@@ -9,6 +9,7 @@ from test_inference import TEXTS, words_encoder
 from contaccum import evaluate, look
 from contaccum.cli import main
 from contaccum.config.commands import EncoderConfig, MineConfig, SearchConfig
+from contaccum.encoder import precision as encoder_precision
 from contaccum.encoder.precision import load_encoder, load_fastest, lowest_cosine
 from contaccum.errors import InputError
 from contaccum.retrieval.encode import encode
@@ -58,6 +59,15 @@ def test_the_first_precision_that_agrees_with_fp32(change, precision, tmp_path, 
     expected = encoder.encode_passages(TEXTS)
     assert lowest_cosine(expected, found.encode_passages(TEXTS)) > 0.9998
     assert found.fingerprint("passage").split()[0] == precision
+
+
+def test_an_encoder_that_does_not_fit_in_fp32_is_named(tmp_path, monkeypatch):
+    def load(choice, name):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(encoder_precision, "_load", load)
+    with pytest.raises(InputError, match=r"large: does not fit .* in fp32, .* bf16 or fp16"):
+        load_fastest(EncoderConfig("large", device="cpu"), "passage", TEXTS[:64])
 
 
 def test_lowest_cosine():
