@@ -80,7 +80,7 @@ class HalfWeights:
             for n, (group, rows) in enumerate(zip(self.groups, self.rows, strict=True))
             if group[0] in self.half
         }
-        self.sources = [weight.detach() for n in self.copies for weight in self.groups[n]]
+        self.sources = [weight for n in self.copies for weight in self.groups[n]]
         self.targets = [
             part for n, copy in self.copies.items() for part in copy.detach().split(self.rows[n])
         ]
