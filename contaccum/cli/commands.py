@@ -284,8 +284,8 @@ COMMANDS = {
         "each stage, and stop at once if --time is too short. Use at most a fifth of --time to "
         "tune method, batch size, bank size and learning rate on dev. Train in the remaining time, "
         "evaluate on the test data, and say whether the trained model is better than the untrained "
-        "one. A second call continues with the first unfinished stage. Accepts every setting of "
-        "`contaccum train`.",
+        "one and than BM25. A second call continues with the first unfinished stage. Accepts every "
+        "setting of `contaccum train`.",
         "%(prog)s --data.train DATA --model.name MODEL --time 30m --output_dir DIR [options]",
         (AutoConfig, TrainConfig),
         skip=("resume", "allow_changes"),

@@ -497,14 +497,21 @@ class Auto:
         page = self.output / "report.html"
         write_page(page, "Report", groups, metric, found)
         means = ", ".join(f"{run.name} {run.score(metric):.4f}" for run in runs)
-        trained = next(one.found for one in found if one.group.method)
+        untrained, bm25 = (
+            next(
+                one.found
+                for one in differences(groups, metric, {self.output / name})
+                if one.group.method
+            )
+            for name in ("untrained", "bm25")
+        )
         on = (
             "the dev queries, also used to choose the settings"
             if self.test is self.dev
             else "the test queries"
         )
         return (
-            f"{verdict(trained, metric)}\n{metric} on {on}: {means}\n"
+            f"{verdict(untrained, bm25, metric)}\n{metric} on {on}: {means}\n"
             f"model: {self.output / 'train' / 'model'}\nreport: {page}\n"
             f"time: {duration(self.state.elapsed)} of {duration(self.total)}"
         )
@@ -610,16 +617,26 @@ def described(values: Values) -> str:
     return f"{settings['method']}, N = {n}, learning rate {settings['optim.learning_rate']}"
 
 
-def verdict(found: Comparison, metric: str) -> str:
+def verdict(untrained: Comparison, bm25: Comparison, metric: str) -> str:
     """Say whether to use the trained model.
 
-    found: comparison of the trained with the untrained model.
+    untrained, bm25: comparisons of the trained model with the untrained one and with BM25.
     """
-    interval = f"{metric} {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
-    if found.low > 0:
-        advice = "the trained model is better; use it"
-    elif found.high < 0:
+    if untrained.high < 0:
         advice = "the trained model is worse; do not use it"
-    else:
+    elif untrained.low <= 0:
         advice = "no significant difference"
-    return f"{interval} against the untrained model: {advice}"
+    elif bm25.low > 0:
+        advice = "the trained model is better; use it"
+    elif bm25.high < 0:
+        advice = f"better than before training, but BM25 is better ({interval(bm25, metric)})"
+    else:
+        advice = (
+            "better than before training, but no significant difference from BM25 "
+            f"({interval(bm25, metric)})"
+        )
+    return f"{interval(untrained, metric)} against the untrained model: {advice}"
+
+
+def interval(found: Comparison, metric: str) -> str:
+    return f"{metric} {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"

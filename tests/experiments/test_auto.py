@@ -46,20 +46,23 @@ def test_other_times_are_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("trained", "word"),
+    ("trained", "bm25", "word"),
     [
-        ((0.9, 0.8, 0.9, 0.85), "the trained model is better; use it"),
-        ((0.1, 0.2, 0.1, 0.15), "the trained model is worse; do not use it"),
-        ((0.9, 0.1, 0.5, 0.5), "no significant difference"),
+        ((0.9, 0.8, 0.9, 0.85), 0.4, "the trained model is better; use it"),
+        ((0.9, 0.8, 0.9, 0.85), 0.95, "better than before training, but BM25 is better (ndcg"),
+        ((0.9, 0.8, 0.9, 0.85), 0.85, "but no significant difference from BM25 (ndcg@10 +0.013"),
+        ((0.1, 0.2, 0.1, 0.15), 0.4, "the trained model is worse; do not use it"),
+        ((0.9, 0.1, 0.5, 0.5), 0.95, "no significant difference"),
     ],
 )
-def test_the_verdict_follows_the_interval(trained, word):
+def test_the_verdict_follows_both_intervals(trained, bm25, word):
     def scores(values):
         return {0: {f"q{n}": {"ndcg@10": value} for n, value in enumerate(values)}}
 
-    assert word in auto.verdict(
-        compare(scores(trained), scores((0.5, 0.5, 0.5, 0.5)), "ndcg@10"), "ndcg@10"
+    untrained, words = (
+        compare(scores(trained), scores((other,) * 4), "ndcg@10") for other in (0.5, bm25)
     )
+    assert word in auto.verdict(untrained, words, "ndcg@10")
 
 
 def auto_of(config, limit: str) -> auto.Auto:
