@@ -12,17 +12,22 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from contaccum.config import TrainConfig, affects, from_mapping
 from contaccum.config.commands import EncoderConfig, SearchConfig
 from contaccum.data.dataset import load_training, open_dataset
+from contaccum.data.identity import text_hash
+from contaccum.data.retrieval_set import RetrievalSet
+from contaccum.data.train_set import TrainSet
 from contaccum.encoder import DualEncoder, model_folder
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.evaluate import evaluate
@@ -121,7 +126,10 @@ def contents_of(kind: Kind, config: TrainConfig, test: dict[str, str] | None) ->
         contents["content of the test data"] = judged.fingerprint()
     if kind == "bm25":
         return contents
-    contents["content of the training data"] = load_training(data, config.distils).fingerprint
+    train_set = load_training(data, config.distils)
+    contents["content of the training data"] = train_set.fingerprint
+    if test is not None:
+        warn_of_trained_queries(test, judged, train_set)
     if kind == "run" and data.dev:
         dev = open_dataset(data.dev, data.dev_split, data.policy).retrieval_set
         contents["content of the dev data"] = dev.fingerprint()
@@ -130,6 +138,22 @@ def contents_of(kind: Kind, config: TrainConfig, test: dict[str, str] | None) ->
         if settings[name] and os.path.isdir(settings[name]):  # not a name on the Hub
             contents[f"content of {name}"] = str(files_hash(Path(model_folder(settings[name]))))
     return contents
+
+
+def warn_of_trained_queries(
+    test: dict[str, str], judged: RetrievalSet, train_set: TrainSet
+) -> None:
+    """Warn if test queries have the text of a training query."""
+    ids = list(judged.queries)
+    hashes = [text_hash(text) for text in judged.queries.values()]
+    rows = np.flatnonzero(np.isin(hashes, train_set.query_hashes))
+    if len(rows):
+        warnings.warn(
+            f"{test['data']} {test['split']}: {len(rows)} of {counted(len(ids), 'test query')} "
+            f"also occur in the training data (first: {ids[rows[0]]!r}), so the scores on the test "
+            "data are too high; test queries must have other texts than training queries",
+            stacklevel=2,
+        )
 
 
 def device_slots(device: str, parallel: int | None) -> list[dict[str, str]]:

@@ -28,7 +28,10 @@ from contaccum.experiments import auto, auto_state
 from contaccum.experiments.auto_state import parse_time
 from contaccum.experiments.tuning import rung_shares, survivors
 
-pytestmark = pytest.mark.filterwarnings("ignore:contaccum auto chooses these settings")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:contaccum auto chooses these settings",
+    "default:.* also occur in the training data",
+)
 
 PREDICTED = {"dev": 2.0, "untrained": 20.0, "bm25": 1.0, "run": 3.0}
 PREDICTED |= {"pass": 0.003, "report": 5.0}

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -22,13 +23,16 @@ from contaccum.cli import main
 from contaccum.config import DataConfig, MixtureConfig, to_yaml
 from contaccum.errors import InputError
 from contaccum.experiments.compare import require_unseen
-from contaccum.experiments.jobs import Job
+from contaccum.experiments.jobs import Job, contents_of
 from contaccum.experiments.settings import read_values, variants
 from contaccum.runtime.files import read_json
 from contaccum.training.log import read_log
 
 pytestmark = [
-    pytest.mark.filterwarnings("default:.*1 invalid record is skipped"),
+    pytest.mark.filterwarnings(
+        "default:.*1 invalid record is skipped",
+        "default:.* also occur in the training data",
+    ),
     pytest.mark.usefixtures("forked_workers"),
 ]
 
@@ -287,6 +291,26 @@ def test_test_data_that_training_reads_are_refused(train, test, split, same, tmp
         with pytest.raises(InputError, match=sentence) if same else nullcontext():
             require_unseen(test, split, data, tuned=True)
     require_unseen(test, split, DataConfig(train="others", dev=train, dev_split="train"), False)
+
+
+def test_test_queries_with_the_text_of_a_training_query_are_counted(tmp_path):
+    """Their ids and spaces differ; other queries with the id of a training query are fine."""
+    train, test = write_beir(tmp_path / "train"), write_beir(tmp_path / "test")
+    queries = [
+        {"_id": "q0", "text": "where is nothing"},
+        {"_id": "q1", "text": "where is  the red fox of valley 0"},
+    ]
+    (test / "queries.jsonl").write_text("\n".join(map(json.dumps, queries)) + "\n")
+    judged = "query-id\tcorpus-id\tscore\nq0\tp1\t1\nq1\tp0\t1\n"
+    (test / "qrels" / "test.tsv").write_text(judged)
+    config = train_config(train, tmp_path / "run")
+    with pytest.warns(UserWarning, match=r"test: 1 of 2 test queries also occur .*first: 'q1'"):
+        contents_of("run", config, {"data": str(test), "split": "test"})
+    queries[1]["text"] = "where is the other fox"
+    (test / "queries.jsonl").write_text("\n".join(map(json.dumps, queries)) + "\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        contents_of("run", config, {"data": str(test), "split": "test"})
 
 
 def test_the_last_line_of_each_running_job_is_shown(study_folder, tmp_path, capsys, monkeypatch):
