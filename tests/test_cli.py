@@ -14,9 +14,10 @@ from helpers import train_config, write_beir
 import contaccum
 from contaccum import DualEncoder, evaluate, search, train
 from contaccum.cli import main
-from contaccum.cli.commands import COMMANDS
+from contaccum.cli.commands import COMMANDS, _mine, _warn_of_other_settings
 from contaccum.cli.parser import help_texts, parse
-from contaccum.config import to_yaml, train_settings
+from contaccum.config import DataPolicy, EncoderConfig, ModelConfig, to_yaml, train_settings
+from contaccum.config.commands import MineConfig, MineFilesConfig, SearchConfig
 from contaccum.config.declare import default_of
 
 
@@ -296,3 +297,38 @@ def test_prefixes_of_options_are_not_completed(capsys):
 
 if __name__ == "__main__":
     print(options_of_all_commands(), end="")
+
+
+def test_training_on_warns_of_settings_that_the_model_does_not_keep(stored_model, recwarn):
+    """The config decides, not the folder of the trained model."""
+    model = ModelConfig(name=str(stored_model), max_query_length=16)
+    _warn_of_other_settings(model)
+    assert [str(each.message).partition(": was ")[2] for each in recwarn] == [
+        "trained with max_passage_length 32, but this run has 256; set "
+        "--model.max_passage_length 32 to keep it",
+        "trained with tie_towers true, but this run has false; set --model.tie_towers true to "
+        "keep it",
+    ]
+
+
+def test_a_mining_hint_keeps_the_settings_of_the_model(stored_model, monkeypatch):
+    monkeypatch.setattr("contaccum.retrieval.mine.mine", lambda *_, **__: None)
+    monkeypatch.setattr("contaccum.retrieval.mine.render_mined", lambda *_: "mined")
+    encoder = EncoderConfig(str(stored_model))
+    job = MineFilesConfig(data="data", output="mined.jsonl")
+    hint = _mine(job, MineConfig(), encoder, SearchConfig(), DataPolicy())
+    assert (
+        f"--model.name {stored_model} --model.max_query_length 16 "
+        "--model.max_passage_length 32 --model.tie_towers true --output_dir DIR"
+    ) in hint
+
+
+@pytest.fixture
+def stored_model(tmp_path):
+    """Folder of a run with the settings of its model, but without weights."""
+    settings = {"max_query_length": 16, "max_passage_length": 32, "tie_towers": True}
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "contaccum.json").write_text(
+        json.dumps({"format_version": 1, "pooling": "mean", **settings})
+    )
+    return tmp_path / "run"

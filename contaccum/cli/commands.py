@@ -5,12 +5,20 @@ import shlex
 import shutil
 import sys
 import time
+import warnings
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from contaccum.cli.parser import Command
-from contaccum.config import DataPolicy, EncoderConfig, TrainConfig, validate, with_changes
+from contaccum.config import (
+    DataPolicy,
+    EncoderConfig,
+    ModelConfig,
+    TrainConfig,
+    validate,
+    with_changes,
+)
 from contaccum.config.commands import (
     CheckConfig,
     ConvertConfig,
@@ -46,10 +54,31 @@ def _train(config: TrainConfig) -> None:
         from contaccum.training.loop import train
         from contaccum.training.run_folder import next_steps
 
+    if is_main():
+        _warn_of_other_settings(config.model)
     model = train(config)
     if is_main():
         print(model, flush=True)
         print("\n".join(next_steps(config, model)), file=sys.stderr)
+
+
+def _warn_of_other_settings(model: ModelConfig) -> None:
+    """Warn about lengths and towers of ``model`` that differ from those stored in its folder."""
+    from contaccum.encoder.folders import stored_differences
+
+    if model.passage_name is not None:  # two encoders have no common settings
+        return
+    for name, stored in stored_differences(model.name, asdict(model)).items():
+        warnings.warn(
+            f"{model.name}: was trained with {name} {_text(stored)}, but this run has "
+            f"{_text(getattr(model, name))}; set --model.{name} {_text(stored)} to keep it",
+            stacklevel=2,
+        )
+
+
+def _text(value: object) -> str:
+    """Return a value as an option takes it."""
+    return str(value).lower()
 
 
 def _encode(job: EncodeConfig, encoder: EncoderConfig, policy: DataPolicy) -> None:
@@ -162,11 +191,18 @@ def _mine(
         )
     if not is_main():
         return None
-    model = "MODEL" if encoder.model == "bm25" else shlex.quote(encoder.model)
+    model, options = "MODEL", ""
+    if encoder.model != "bm25":
+        from contaccum.encoder.folders import stored_differences
+
+        model = shlex.quote(encoder.model)
+        # the config finetune has the default lengths
+        stored = stored_differences(encoder.model, asdict(ModelConfig()))
+        options = "".join(f" --model.{name} {_text(value)}" for name, value in stored.items())
     return (
         f"{render_mined(report, job.output)}\n"
         f"next: contaccum train --config finetune --data.train {shlex.quote(job.output)} "
-        f"--data.hard_negatives 1 --model.name {model} --output_dir DIR"
+        f"--data.hard_negatives 1 --model.name {model}{options} --output_dir DIR"
     )
 
 

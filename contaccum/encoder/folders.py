@@ -46,6 +46,8 @@ MODEL_FILES = (
     ADAPTER_FILE,
 )
 
+# settings that training takes from its config, not from the folder of the encoder
+STORED_FOR_TRAINING = ("max_query_length", "max_passage_length", "tie_towers")
 # names of model families whose members have different settings
 FAMILY_WORDS = re.compile(r"(?<![a-z0-9])(m?e5|bge|gte|nomic|m?contriever)(?![a-z0-9])")
 # those whose members all need prefixes
@@ -274,6 +276,26 @@ def model_folder(name: str | Path) -> str:
             "(owner/name)"
         )
     return text
+
+
+def stored_differences(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the stored lengths and ``tie_towers`` of a model that differ from ``values``.
+
+    name: folder of a run or of a trained model. Another encoder has no differences. values: values
+    of the settings; None means the stored value.
+    """
+    file = os.path.join(model_folder(name), SETTINGS_FILE) if os.path.isdir(name) else ""
+    if not os.path.isfile(file):
+        return {}
+    stored = EncoderSettings(
+        **{
+            key: value
+            for key, value in read_json(file, dict[str, Any], version=1).items()
+            if key in STORED_FOR_TRAINING
+        }
+    )
+    kept = {key: getattr(stored, key) for key in STORED_FOR_TRAINING}
+    return {key: value for key, value in kept.items() if values[key] not in (None, value)}
 
 
 def read_encoder(name: str, given: Container[str] = ()) -> EncoderFiles:
