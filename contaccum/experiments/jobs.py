@@ -237,7 +237,10 @@ def run_jobs(
             if time.monotonic() >= next_lines:
                 next_lines = time.monotonic() + LINE_SECONDS
                 for worker in running.values():
-                    print(f"{worker.job.name}: {last_line(worker.job.log)}", file=sys.stderr)
+                    print(
+                        f"{worker.job.name}: {last_line(worker.job.log, 'starting')}",
+                        file=sys.stderr,
+                    )
             if signals.received:
                 raise Interrupted(
                     signals.received, "stopped; run the same command again to continue"
@@ -252,9 +255,9 @@ def run_jobs(
     return failed
 
 
-def last_line(log: Path) -> str:
-    """Return the last line of the log of a worker."""
-    lines = log.read_text(errors="replace").strip().splitlines() or ["no message"]
+def last_line(log: Path, empty: str = "no message") -> str:
+    """Return the last line of the log of a worker, or ``empty`` if there is none."""
+    lines = log.read_text(errors="replace").strip().splitlines() or [empty]
     return lines[-1].removeprefix("contaccum: ")
 
 
