@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from contaccum.errors import InputError
+from contaccum.formats.readers import USUAL_NAMES
 from contaccum.formats.records import record_line
 from contaccum.formats.training import JsonlRecord
 from contaccum.runtime.cache import cached_folder
@@ -17,18 +18,16 @@ from contaccum.runtime.files import write_text
 def pairs_file(pairs: Iterable[Sequence[Any] | Mapping[str, Any]]) -> Path:
     """Write pairs to a JSONL file in the cache, and return its path. Equal pairs get one file.
 
-    pairs: tuples or dicts, or a ``datasets.Dataset``. The first value is the query, the second the
-    positive, and the others are hard negatives, as the columns in sentence-transformers. Instead of
-    one text, positives and negatives may be lists of texts. Raises InputError for anything else.
+    pairs: tuples or dicts, or a ``datasets.Dataset``. A dict may be an object of a JSONL file
+    (query, pos, neg), or have usual names such as anchor, positive and negative_1. Otherwise, as in
+    a tuple, the first value is the query, the second the positive, and the others are hard
+    negatives, as the columns in sentence-transformers. Instead of one text, positives and negatives
+    may be lists of texts. Raises InputError for anything else.
     """
     lines = []
     for number, pair in enumerate(pairs):
         try:
-            query, positives, *others = pair.values() if isinstance(pair, Mapping) else pair
-            lists = [[each] if isinstance(each, str) else each or [] for each in others]
-            negatives = [text for texts in lists for text in texts]
-            record = {"query": query, "pos": positives, "neg": negatives}
-            lines.append(record_line(msgspec.convert(record, JsonlRecord)))
+            lines.append(record_line(record_of(pair)))
         except (ValueError, TypeError, msgspec.ValidationError) as error:
             raise InputError(
                 f"pairs[{number}] is {str(pair)[:100]}, expected a query, a positive and, if there "
@@ -40,3 +39,34 @@ def pairs_file(pairs: Iterable[Sequence[Any] | Mapping[str, Any]]) -> Path:
     key = hashlib.sha256(content.encode()).hexdigest()
     folder = cached_folder("pairs", key, lambda folder: write_text(folder / "pairs.jsonl", content))
     return folder / "pairs.jsonl"
+
+
+def record_of(pair: Sequence[Any] | Mapping[str, Any]) -> JsonlRecord:
+    """Return a pair as a record of a JSONL file, see ``pairs_file``."""
+    if isinstance(pair, str):
+        raise TypeError("a text is no pair")
+    if isinstance(pair, Mapping):
+        if {"query", "pos"} <= pair.keys():
+            return msgspec.convert(dict(pair), JsonlRecord)
+        pair = by_name(pair) or list(pair.values())
+    query, positives, *others = pair
+    lists = [[each] if isinstance(each, str) else each or [] for each in others]
+    negatives = [text for texts in lists for text in texts]
+    return msgspec.convert({"query": query, "pos": positives, "neg": negatives}, JsonlRecord)
+
+
+def by_name(pair: Mapping[str, Any]) -> list[Any] | None:
+    """Return query, positive and negatives, or None if the names of query or positive are unusual.
+
+    Raises ValueError if another field is left.
+    """
+    query, positive = (
+        next((name for name in pair if name.lower() in USUAL_NAMES[key]), None)
+        for key in ("query", "pos")
+    )
+    if query is None or positive is None:
+        return None
+    negatives = [name for name in pair if name.lower().startswith("neg")]
+    if len(pair) > 2 + len(negatives):
+        raise ValueError("a field is neither a query nor a positive nor a negative")
+    return [pair[name] for name in (query, positive, *negatives)]

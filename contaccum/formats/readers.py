@@ -245,18 +245,21 @@ def refuse_id_table(path: Path) -> None:
         )
 
 
+# names that fields with queries, positives and negatives have in other tools
+USUAL_NAMES = {
+    "query": ("query", "anchor", "question", "sentence1"),
+    "pos": ("pos", "positive", "answer", "sentence2", "passage", "document", "context"),
+    "neg": ("neg", "negative", "negatives"),
+}
+
+
 def column_form(source: str, fields: Sequence[str]) -> str:
     """Return the ``hub:`` name that reads a file whose fields have other names.
 
     source: path of the file, or a ``hub:`` name without columns.
     """
-    usual = {
-        "query": ("query", "anchor", "question", "sentence1"),
-        "pos": ("pos", "positive", "answer", "sentence2", "passage", "document", "context"),
-        "neg": ("neg", "negative", "negatives"),
-    }
     found = {}
-    for key, names in usual.items():
+    for key, names in USUAL_NAMES.items():
         found[key] = next((name for name in fields if name.lower() in names), "COLUMN")
     if found["neg"] == "COLUMN":
         del found["neg"]

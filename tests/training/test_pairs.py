@@ -23,6 +23,23 @@ def test_tuples_dicts_and_a_dataset_are_the_same_file():
     assert [each.text for each in example.negatives] == ["wrong 0"]
 
 
+@pytest.mark.parametrize(
+    "pair",
+    [
+        {"positive": "answer", "Question": "question", "negative_1": "wrong", "negative_2": "bad"},
+        {"neg": ["wrong", "bad"], "pos": ["answer"], "query": "question"},
+        {"query_id": "a", "query": "question", "pos_id": ["b"], "pos": ["answer"],
+         "neg_id": ["c", "d"], "neg": ["wrong", "bad"]},
+        {"first": "question", "second": "answer", "third": "wrong", "fourth": "bad"},
+    ],
+)  # fmt: skip
+def test_names_of_fields_decide_and_else_their_order(pair):
+    example = next(iter(open_dataset(pairs_file([pair])).examples()))
+    assert example.query.text == "question"
+    assert [each.text for each in example.positives] == ["answer"]
+    assert [each.text for each in example.negatives] == ["wrong", "bad"]
+
+
 def test_pairs_in_memory_train_the_model_of_their_file(tmp_path):
     changes = {"optim.max_steps": 2}
     train(train_config("", tmp_path / "memory", **changes), TUPLES)
@@ -30,7 +47,17 @@ def test_pairs_in_memory_train_the_model_of_their_file(tmp_path):
     assert weights(tmp_path / "memory") == weights(tmp_path / "file")
 
 
-@pytest.mark.parametrize("bad", [("alone",), (), ("query", 3 * [1]), (None, "text")])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ("alone",),
+        (),
+        ("query", 3 * [1]),
+        (None, "text"),
+        "some text",
+        {"question": "a", "context": "b", "answer": "c"},
+    ],
+)
 def test_other_values_are_refused_with_their_number(bad):
     with pytest.raises(InputError, match=r"pairs\[1\] is .*, expected a query, a positive and"):
         pairs_file([("a", "b"), bad])
