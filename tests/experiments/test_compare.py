@@ -111,8 +111,9 @@ def test_finished_comparison_runs_nothing_again(study_folder, capsys):
         "--output_dir", study,
     ]  # fmt: skip
     code, said = call(capsys, study_folder, *arguments)
-    assert (code, len(said.splitlines())) == (0, 1)
+    assert (code, len(said.splitlines())) == (0, 2)
     assert "skipped 1 passage with" in said
+    assert "10 of 10 test queries also occur in the training data" in said
     assert stamps(study) == before
 
 
