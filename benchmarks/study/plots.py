@@ -5,10 +5,13 @@
 study_time.svg: quality against training time on one CPU core. The time of a run is its number of
 updates times the measured seconds of an update (``SECONDS``). Bars are standard deviations over
 seeds. study_drift.svg: what a bank adds to quality, against how fast the vectors of passages
-change. Bars are 95 % intervals over queries.
+change. Bars are 95 % intervals over queries. study_norms.svg: the gradient norm of the passage
+tower divided by that of the query tower, and drift, during the training of an encoder that was
+never trained for retrieval.
 """
 
 import argparse
+import statistics
 from pathlib import Path
 
 import matplotlib
@@ -38,6 +41,20 @@ BANKS = {
     "bank 1024": "M = 1,024",
     "bank 1024 row_weight=current": "M = 1,024, row_weight current",
 }
+
+
+MASKED = "masked-49152f"
+LOW_RATE = 2e-5
+MASKED_BANKS = {
+    "no bank": "no bank",
+    "grad_cache": "grad_cache",
+    "bank 64": "M = 64",
+    "bank 1024": "M = 1,024",
+    "bank 64 age_decay=1 row_weight=current": "M = 64, age decay",
+    "bank 1024 age_decay=1 row_weight=current": "M = 1,024, age decay",
+    "passage bank 1024": "passages only, M = 1,024",
+}
+SMOOTH = 32  # updates of which the median is drawn
 
 
 def points(studies: Studies, name: str) -> dict[str, list[tuple[float, float, float]]]:
@@ -111,7 +128,42 @@ def draw_drift(studies: Studies) -> Figure:
     return figure
 
 
-PLOTS = {"study_time": draw_time, "study_drift": draw_drift}
+def draw_norms(studies: Studies) -> Figure:
+    """Draw the ratio of the gradient norms and the drift per step of training, one line for each
+    kind of bank."""
+    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+    ratios, drifts = figure.subplots(1, 2)
+    found = by_rate(studies[MASKED])[LOW_RATE]
+    for setting, color in zip(MASKED_BANKS, COLORS, strict=False):
+        if setting not in found:
+            continue
+        steps = found[setting].runs[0].steps
+        parts = [steps[first : first + SMOOTH] for first in range(0, len(steps), SMOOTH)]
+        ratios.plot(
+            [part[len(part) // 2]["step"] for part in parts],
+            [statistics.median(step["grad_norm_ratio"] for step in part) for part in parts],
+            color=color,
+            label=MASKED_BANKS[setting],
+        )
+        measured = [(step["step"], step["drift"][0]) for step in steps if step["drift"]]
+        drifts.plot(
+            [step for step, _ in measured],
+            [(1 - oldest["passage"]) / oldest["age"] for _, oldest in measured],
+            color=color,
+        )
+    for axes in (ratios, drifts):
+        axes.set_yscale("log")
+        axes.set_xlabel("update")
+    ratios.yaxis.set_major_formatter("{x:g}")
+    ratios.set_ylabel("gradient norm, passages ÷ queries")
+    drifts.set_ylabel("drift per step (1 - cosine, by age)")
+    figure.legend(
+        *ratios.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9
+    )
+    return figure
+
+
+PLOTS = {"study_time": draw_time, "study_drift": draw_drift, "study_norms": draw_norms}
 
 
 def main() -> None:
