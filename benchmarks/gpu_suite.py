@@ -246,9 +246,8 @@ def run_part(part: int, out: Path, args: argparse.Namespace) -> bool:
         if missing:
             say(f"part {part}: skipped (needs {', '.join(missing)})")
         for step in make_steps(out, args.device, args.quick) if not missing else []:
-            if step.part not in (0, part) or (
-                step.part and args.step and step.name not in args.step
-            ):
+            chosen = step.part == part and (not args.step or step.name in args.step)
+            if step.part and not chosen:
                 continue
             figures = out / f"{step.name}.json"
             figures.unlink(missing_ok=True)  # of an earlier run
@@ -276,12 +275,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path, help="folder for logs and figures")
-    parser.add_argument(
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
         "--part", type=int, choices=(1, 2, 3), action="append", help="part to run; default: all"
     )
-    parser.add_argument(
-        "--step", action="append", help="step to run, and no other of its part; default: all"
-    )
+    choice.add_argument("--step", action="append", help="step to run; default: all")
     parser.add_argument(
         "--device",
         choices=("auto", "cpu"),
@@ -304,13 +302,16 @@ def main() -> int:
             "torch sees no CUDA device; for the smallest sizes on the CPU, add --device cpu"
         )
     out = args.out.resolve()
-    parts = {step.name: step.part for step in make_steps(out, args.device, args.quick)}
-    if unknown := [name for name in args.step or () if not parts.get(name)]:
-        known = ", ".join(name for name, part in parts.items() if part)
-        parser.error(f"--step {unknown[0]}: no such step; choose from {known}")
-    chosen = args.part or sorted({parts[name] for name in args.step or ()}) or [1, 2, 3]
+    parts = args.part or [1, 2, 3]
+    if args.step:
+        part_of = {step.name: step.part for step in make_steps(out, args.device, args.quick)}
+        for name in args.step:
+            if not part_of.get(name):
+                known = ", ".join(name for name, part in part_of.items() if part)
+                parser.error(f"--step {name}: no such step; choose from {known}")
+        parts = sorted({part_of[name] for name in args.step})
     out.mkdir(parents=True, exist_ok=True)
-    passed = [run_part(part, out, args) for part in chosen]
+    passed = [run_part(part, out, args) for part in parts]
     return int(not all(passed))
 
 

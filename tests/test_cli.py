@@ -295,10 +295,6 @@ def test_prefixes_of_options_are_not_completed(capsys):
         assert "has no such option; did you mean --" in capsys.readouterr().err
 
 
-if __name__ == "__main__":
-    print(options_of_all_commands(), end="")
-
-
 def test_training_on_warns_of_settings_that_the_model_does_not_keep(stored_model, recwarn):
     """The config decides, not the folder of the trained model."""
     model = ModelConfig(name=str(stored_model), max_query_length=16)
@@ -332,3 +328,7 @@ def stored_model(tmp_path):
         json.dumps({"format_version": 1, "pooling": "mean", **settings})
     )
     return tmp_path / "run"
+
+
+if __name__ == "__main__":
+    print(options_of_all_commands(), end="")

@@ -50,7 +50,6 @@ MASKED_BANKS = {
     "grad_cache": "grad_cache",
     "bank 64": "M = 64",
     "bank 1024": "M = 1,024",
-    "bank 64 age_decay=1 row_weight=current": "M = 64, age decay",
     "bank 1024 age_decay=1 row_weight=current": "M = 1,024, age decay",
     "passage bank 1024": "passages only, M = 1,024",
 }
@@ -135,8 +134,6 @@ def draw_norms(studies: Studies) -> Figure:
     ratios, drifts = figure.subplots(1, 2)
     found = by_rate(studies[MASKED])[LOW_RATE]
     for setting, color in zip(MASKED_BANKS, COLORS, strict=False):
-        if setting not in found:
-            continue
         steps = found[setting].runs[0].steps
         parts = [steps[first : first + SMOOTH] for first in range(0, len(steps), SMOOTH)]
         ratios.plot(

@@ -284,18 +284,14 @@ def stored_differences(name: str, values: dict[str, Any]) -> dict[str, Any]:
     name: folder of a run or of a trained model. Another encoder has no differences. values: values
     of the settings; None means the stored value.
     """
-    file = os.path.join(model_folder(name), SETTINGS_FILE) if os.path.isdir(name) else ""
-    if not os.path.isfile(file):
+    if not os.path.isdir(name):
         return {}
-    stored = EncoderSettings(
-        **{
-            key: value
-            for key, value in read_json(file, dict[str, Any], version=1).items()
-            if key in STORED_FOR_TRAINING
-        }
-    )
-    kept = {key: getattr(stored, key) for key in STORED_FOR_TRAINING}
-    return {key: value for key, value in kept.items() if values[key] not in (None, value)}
+    stored = optional_json(model_folder(name), SETTINGS_FILE, dict[str, Any], version=1) or {}
+    return {
+        key: stored[key]
+        for key in STORED_FOR_TRAINING
+        if key in stored and values[key] not in (None, stored[key])
+    }
 
 
 def read_encoder(name: str, given: Container[str] = ()) -> EncoderFiles:

@@ -617,4 +617,5 @@ def verdict(untrained: Comparison, bm25: Comparison, metric: str) -> str:
 
 
 def interval(found: Comparison, metric: str) -> str:
+    """Return the difference of two models and its interval as text."""
     return f"{metric} {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"

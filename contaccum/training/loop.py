@@ -416,7 +416,7 @@ class Training:
         step = self.done + 1
         bank_fill = bank.fill  # before this step's pairs
         ages = bank.ages().double()
-        ages = torch.stack([ages.mean(), ages.max()]) if len(ages) else ages  # mean and maximum
+        mean_and_max_age = torch.stack([ages.mean(), ages.max()]) if len(ages) else None
 
         # forward and backward passes
         pairs = [len(batch.query_ids) for batch in micro_batches]
@@ -464,8 +464,9 @@ class Training:
         # gradients: sum them over the processes, measure and clip them
         engine.reduce_gradients()
         query_norm, passage_norm = engine.gradient_norms()
-        # read before the update, because reading waits for the device
-        age_mean, age_max = ages.tolist() or (None, None)
+        age_mean, age_max = None, None
+        if mean_and_max_age is not None:  # read before the update: it waits for the device
+            age_mean, age_max = mean_and_max_age.tolist()
         tied = self.encoder.settings.tie_towers  # then both norms are of the same parameters
         norm = query_norm if tied else math.hypot(query_norm, passage_norm)
         finite = math.isfinite(norm)
