@@ -351,12 +351,13 @@ class Auto:
         """Choose the candidate with the best dev metric by successive halving."""
         if self.state.chosen:
             return
-        candidates, budget = self.state.tuning_plan(self._candidates(), self.total)
+        candidates = self._plan_tuning()
         plan = f"none, because the time is too short; {described(candidates[0])}"
-        if budget:
+        if len(candidates) > 1:
             plan = (
                 f"comparing {len(candidates)} combinations of method, N and learning rate in at "
-                f"most {duration(TUNING * self.total)}, with runs of at most {duration(budget)}"
+                f"most {duration(TUNING * self.total)}, with runs of at most "
+                f"{duration(self.state.budget)}"
             )
         self.say(f"tuning: {plan}")
         # the method is not used, because each candidate has its own
@@ -365,9 +366,7 @@ class Auto:
         if len(candidates) > 1:
             tune(
                 [tuned],
-                lambda runs: [
-                    self._dev_score(values, float(share) * budget) for _, values, share in runs
-                ],
+                lambda runs: [self._dev_score(values, float(share)) for _, values, share in runs],
             )
         best = candidates[0]
         for scores in tuned.rungs:
@@ -377,16 +376,39 @@ class Auto:
         self.state.chosen = dict(best)
         self.state.save()
 
-    def _dev_score(self, values: Values, seconds: float) -> float | None:
-        """Train for ``seconds`` and return the dev metric.
+    def _plan_tuning(self) -> list[Values]:
+        """Return the candidates to try.
+
+        The first call measures a pass in a short run and saves the plan, so that all runs of a rung
+        cost the same number of passes, also after a restart.
+        """
+        state, candidates = self.state, self._candidates()
+        if not state.candidates:
+            tried, seconds = state.tuning_plan(candidates, self.total)
+            if seconds:
+                self._run_trial("tune/measure", candidates[0], FEWEST_STEPS)
+                tried, seconds = state.tuning_plan(candidates, self.total)
+            state.candidates, state.budget = len(tried), seconds
+            state.price = state.expected("pass")
+            state.save()
+        return candidates[: state.candidates]
+
+    def _dev_score(self, values: Values, share: float) -> float | None:
+        """Train for a share of the full budget and return the dev metric, see ``_run_trial``."""
+        state = self.state
+        planned = int(share * state.budget / (state.price * passes(values)))
+        steps = max(FEWEST_STEPS, min(self._most_steps(values), planned))
+        return self._run_trial(f"tune/{named('run', values)}-{steps}", values, steps)
+
+    def _run_trial(self, name: str, values: Values, steps: int) -> float | None:
+        """Train for ``steps`` steps, measure a pass, and return the dev metric.
 
         Return None if training fails, for example at a high learning rate, or if the tuning time is
         used up.
         """
         state = self.state
-        planned = int(seconds / state.step_seconds(values))
-        steps = max(FEWEST_STEPS, min(self._most_steps(values), planned))
-        config = self._run_config(f"tune/{named('run', values)}-{steps}", values, steps, 0)
+        seconds = steps * passes(values) * (state.price or state.expected("pass"))
+        config = self._run_config(name, values, steps, 0)
         folder = Path(config.output_dir)
         if not (folder / TUNED_FILE).is_file():
             if state.tuning >= TUNING * self.total:  # runs took longer than planned

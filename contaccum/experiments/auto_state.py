@@ -64,6 +64,12 @@ class State:
     """Number of passages in the small dev set. 0: not chosen yet."""
     tuning: float = 0.0
     """Total seconds of all tuning runs so far."""
+    candidates: int = 0
+    """Number of candidates that tuning compares. 0: not planned yet."""
+    budget: float = 0.0
+    """Seconds of a tuning run in the last rung."""
+    price: float = 0.0
+    """Seconds of a forward pass of a pair, as assumed for the lengths of all tuning runs."""
     # setting -> chosen value; empty before the end of tuning
     chosen: dict[str, str] = field(default_factory=dict)
     steps: int = 0
@@ -148,7 +154,10 @@ class State:
         there is only one candidate, or no time to compare two, return the first candidate and 0
         seconds.
         """
-        most = min(TUNING * total, self.training_seconds(total) - LEAST_TRAINING * total)
+        most = min(
+            TUNING * total - self.tuning,
+            self.training_seconds(total) - LEAST_TRAINING * total,
+        )
         for count in range(len(candidates), 1, -1):
             shares = rung_shares(count, None)
             runs = 0  # number of training runs

@@ -8,8 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -17,6 +20,7 @@ import pytest
 from helpers import tiny_encoder, train_config, write_beir
 
 from contaccum.cli import main
+from contaccum.config import with_changes
 from contaccum.config.experiments import AutoConfig
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.significance import compare
@@ -277,6 +281,53 @@ def test_tuning_ends_when_its_time_is_over(planned):
     made._tune()
     assert made.state.chosen == dict(candidates[0])
     assert not (made.output / "tune").exists()
+
+
+def test_tuning_runs_of_a_rung_cost_equally_much(planned, monkeypatch):
+    """The prediction is three times too high, and the call is stopped in the fourth run."""
+    made, _, _ = planned("15m")
+    pass_seconds = PREDICTED["pass"] / 3
+    costs, starts = {}, []
+
+    def run_job(kind, config, test, after_step):
+        starts.append(config.output_dir)
+        if len(starts) == 4:
+            raise Interrupted(signal.SIGTERM, "stopped")
+        folder = Path(config.output_dir)
+        folder.mkdir(parents=True)
+        values = {
+            "method": config.method,
+            "batch.global_batch_size": config.batch.global_batch_size,
+            "replay.share": config.replay_share,
+        }
+        step = auto_state.passes(values)
+        # the methods differ a little
+        seconds = step * pass_seconds * (1.1 if config.method == "cont_cache" else 1.0)
+        steps = config.optim.max_steps
+        lines = [
+            json.dumps({"step": n, "loss": 1.0, "seconds": seconds}) for n in range(1, steps + 1)
+        ]
+        (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / "tuned.json").write_text('{"score": 0.5}')
+        costs[folder.name] = steps * step
+
+    monkeypatch.setattr(auto, "run_job", run_job)
+    made.configure = partial(with_changes, made.base)
+    monkeypatch.setattr(made, "_most_steps", lambda values: 10_000)
+    with pytest.raises(Interrupted):
+        made._tune()
+    again = auto_of(made.base, "15m")
+    again.configure = made.configure
+    again.state = auto_state.State.read(made.state.file, made.state.settings, 0.0)
+    monkeypatch.setattr(again, "_most_steps", lambda values: 10_000)
+    again._tune()
+    assert len(starts) == len(set(starts)) + 1  # only the stopped run started again
+    rungs = Counter(
+        re.sub("-[0-9]+$", "", name) for name in costs if name.startswith("run-")
+    )  # runs of each candidate
+    first_rung = list(costs.values())[1 : 1 + len(rungs)]
+    assert len(first_rung) > 3
+    assert max(first_rung) <= 1.2 * min(first_rung)
 
 
 def test_settings_that_auto_chooses_are_named(tmp_path):
