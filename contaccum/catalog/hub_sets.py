@@ -413,10 +413,16 @@ def file_rows(path: Path) -> Rows:
         _, header = next(rows, (None, []))
         if not header:
             raise InputError(f"{path}: is empty; the first line must have the names of the columns")
-        if ending == ".csv" and len(header) == 1 and ";" in header[0]:
-            raise InputError(
-                f"{path}:1: found semicolons between the columns; save the file again with commas"
-            )
+        if ending == ".csv" and len(header) == 1:
+            if ";" in header[0]:
+                raise InputError(
+                    f"{path}:1: found semicolons between the columns; save the file again with "
+                    "commas"
+                )
+            if "\t" in header[0]:
+                raise InputError(
+                    f"{path}:1: found tabs between the columns; end the file's name with .tsv"
+                )
         repeated = [name for name in header if name and header.count(name) > 1]
         if repeated:
             raise InputError(

@@ -312,7 +312,8 @@ class ConvertConfig:
     to: Literal["beir", "dpr", "jsonl", "tevatron"] = setting()
     """Format to write."""
     split: str = "train"
-    """Split to read from a BEIR folder, or to write into one."""
+    """Split to read from a BEIR folder, or to write into one. From BEIR to BEIR, the other splits
+    are copied."""
     splits: str | None = setting(None, metavar="TRAIN,DEV,TEST")
     """Divide the queries into the splits train, dev and test, with these shares, such as
     0.8,0.1,0.1. A share of 0 writes no such split. Queries with the same text stay together. Only

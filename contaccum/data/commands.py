@@ -15,8 +15,9 @@ scores, and in DPR the field ``score`` is a search score.
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +27,6 @@ import yaml
 from datasets import Dataset
 from tqdm import tqdm
 
-from contaccum.catalog import HUB_PREFIX
 from contaccum.config import DataPolicy
 from contaccum.data.corpus import (
     beir_records,
@@ -36,7 +36,7 @@ from contaccum.data.corpus import (
     read_query_texts,
 )
 from contaccum.data.dataset import DEFAULT_POLICY, RetrievalDataset, open_dataset
-from contaccum.data.examples import ExampleTable, build_examples
+from contaccum.data.examples import ExampleTable, build_examples, by_row
 from contaccum.data.identity import text_hash
 from contaccum.data.retrieval_set import (
     JudgedSplit,
@@ -63,6 +63,7 @@ from contaccum.runtime.files import sweep, whole_folder
 from contaccum.runtime.units import counted
 
 Stats = dict[str, Any]
+MOST_ERRORS = 100  # maximum number of errors in a message
 IN_TRAIN = "queries answered by a passage that is also a positive in train"
 
 
@@ -72,13 +73,12 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
     split: split of a BEIR folder; None: all splits.
 
     Invalid data causes the same errors and warnings as in training and evaluation, but the
-    InputError lists all invalid records. Teacher scores are checked too. Text lengths are counted
-    in words.
+    InputError lists the first MOST_ERRORS invalid records. Teacher scores are checked too. Text
+    lengths are counted in words.
     """
     data = open_dataset(path, split or "train", policy)
     try:
-        in_table = str(data.name).startswith(HUB_PREFIX) and data.kind in FORMATS
-        kind = "rows of a table" if in_table else data.kind
+        kind = "rows of a table" if data.table else data.kind
         return {"path": str(data.name), "kind": kind, **_statistics(data, split)}
     except InputError as error:
         # the traceback would keep the line, which may have many megabytes
@@ -86,8 +86,13 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
     errors = _all_errors(data, split)
     if len(errors) < 2:
         raise first
-    sentences = [str(error).replace(f"{data.path}:", f"{data.name}:", 1) for error in errors]
-    raise InputError("\n  ".join([f"{data.name}: {len(sentences)} errors", *sentences])) from first
+    sentences = [str(error) for error in errors[:MOST_ERRORS]]
+    if data.table:
+        sentences = [by_row(sentence, data.path, data.table) for sentence in sentences]
+    count = f"{data.name}: {len(errors)} errors"
+    if len(errors) > MOST_ERRORS:
+        count += f"; the first {MOST_ERRORS}:"
+    raise InputError("\n  ".join([count, *sentences])) from first
 
 
 def _statistics(data: RetrievalDataset, split: str | None) -> Stats:
@@ -113,7 +118,12 @@ def _statistics(data: RetrievalDataset, split: str | None) -> Stats:
             f"{data.path}: qrels/<split>.tsv not found; a data set needs at least one split"
         )
     judged = {name: judged_split(data.path, name, data.policy) for name in splits}
-    named = Counter(query for judgements in judged.values() for query in judgements.qrels)
+    named = set().union(*(judgements.qrels for judgements in judged.values()))
+    in_splits = Counter(
+        text
+        for judgements in judged.values()
+        for text in {text_hash(judgements.queries[query]) for query in judgements.qrels}
+    )
     stats = {name: _split(judgements, data.policy.strict) for name, judgements in judged.items()}
     if train := judged.get("train"):
         trained = set().union(*_positive_texts(train).values())
@@ -125,8 +135,8 @@ def _statistics(data: RetrievalDataset, split: str | None) -> Stats:
     return {
         **_passages(data.corpus),
         **_texts("query", "queries", data.queries.values()),
-        "queries without a judgement": len(data.queries.keys() - named.keys()),
-        "queries in several splits": sum(count > 1 for count in named.values()),
+        "queries without a judgement": len(data.queries.keys() - named),
+        "queries in several splits": sum(count > 1 for count in in_splits.values()),
         "splits": stats,
     }
 
@@ -256,17 +266,17 @@ def convert(
     ``source`` is a BEIR folder or a file of training examples.
 
     split: split to read from a BEIR folder, and name of the split in a new BEIR folder. A
-    conversion from BEIR to BEIR writes the whole corpus; every other conversion writes only the
-    passages of the examples. From BEIR, passages with a grade above 0 become positives, and other
-    judged passages become negatives. To BEIR, positives get grade 1 and negatives get grade 0, but
-    from BEIR to BEIR the grades are copied.
+    conversion from BEIR to BEIR writes the whole corpus and also the other splits; every other
+    conversion writes only the passages of the examples. From BEIR, passages with a grade above 0
+    become positives, and other judged passages become negatives. To BEIR, positives get grade 1
+    and negatives get grade 0, but from BEIR to BEIR the grades are copied.
     Teacher scores are checked and written, or dropped with a warning if ``to`` has no field for
     teacher scores. splits: shares of the splits train, dev and test of a new BEIR folder, such as
     0.8,0.1,0.1; None: all queries go to ``split``. seed: see ``splits_of_queries``.
 
     Raises InputError if ``target`` exists; for ``beir``, it may be an empty folder. Also raises
-    InputError for wrong ``splits``, and if an id that is written to BEIR has a tab, a line break or
-    NUL.
+    InputError for wrong ``splits``, such as one that ``source`` has already, and if an id that is
+    written to BEIR has a tab, a line break or NUL.
     """
     shares = None if splits is None else _shares(splits, to)
     target = Path(target)
@@ -274,8 +284,9 @@ def convert(
         sweep(target.parent, target.name, shared=True)
     if target.exists() and not (to == "beir" and target.is_dir() and not any(target.iterdir())):
         raise InputError(f"{target}: already exists; choose a new path")
+    data = open_dataset(source, split, policy)
     # the ids of queries with the same text are kept
-    found = open_dataset(source, split, policy).examples(merge=False)
+    found = data.examples(merge=False)
     if to == "beir":
         found = found.with_beir_ids()
     if found.positives.scored and to in ("beir", "dpr"):
@@ -296,7 +307,7 @@ def convert(
             f"{counted(positives.sum(), 'positive')} and "
             f"{counted(negatives.sum(), 'hard negative')}"
         )
-    grades: Mapping[str, Iterable[tuple[str, str, int]]]
+    grades: dict[str, Iterable[tuple[str, str, int]]]
     if shares is None:
         split_of = [split] * len(answerable)
         grades = {split: grades_of(examples, found.qrels)}
@@ -305,18 +316,37 @@ def convert(
         divided: dict[str, list[tuple[str, str, int]]] = {name: [] for name in shares}
         for name, example in zip(split_of, examples, strict=True):
             divided[name] += grades_of([example], found.qrels)
-        grades = divided
+        grades = {**divided}
     queries = found.queries.select(answerable)
     judged = positives + negatives
     if found.qrels is not None:
         judged = np.array([len(found.qrels[key]) for key in queries["id"][:]])
-    with whole_folder(target) as folder:
-        write_beir_folder(folder, beir_records(found.passages), beir_records(queries), grades)
     lines = [f"{target}: {counted(len(found.passages), 'passage')}"]
     for name in grades:
         chosen = np.array(split_of) == name
         judgements = counted(judged[chosen].sum(), "judgement")
         lines.append(f"{name}: {counted(chosen.sum(), 'query')}, {judgements}")
+    query_ids = set(queries["id"][:])
+    other_queries: dict[str, str] = {}  # queries that are only in other splits: query id -> text
+    for name in splits_of(data.path) if data.kind == "beir" else []:
+        if name == split:
+            continue
+        if name in grades:
+            raise InputError(
+                f"--splits {splits} makes a split {name}, but {source} has one; use a share of 0 "
+                f"for {name}, which keeps its split"
+            )
+        other = open_dataset(source, name, policy).retrieval_set
+        other_queries |= {k: text for k, text in other.queries.items() if k not in query_ids}
+        rows = [(key, *one) for key, graded in other.qrels.items() for one in graded.items()]
+        grades[name] = rows
+        judgements = counted(len(rows), "judgement")
+        lines.append(f"{name}: {counted(len(other.queries), 'query')}, {judgements}")
+    records = chain(
+        beir_records(queries), ({"_id": key, "text": text} for key, text in other_queries.items())
+    )
+    with whole_folder(target) as folder:
+        write_beir_folder(folder, beir_records(found.passages), records, grades)
     return "\n".join(lines)
 
 

@@ -5,8 +5,6 @@ Other packages open data only through this module.
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -81,6 +79,12 @@ class RetrievalDataset:
         """Format of the data set, detected from the content of the files."""
         return kind_of_data(self.path)
 
+    @property
+    def table(self) -> str | None:
+        """Name of the Hub data set or local table that the examples are rows of. None: no table."""
+        name = str(self.name)
+        return name if name.startswith(HUB_PREFIX) and self.kind in FORMATS else None
+
     def check(self) -> None:
         """Raise InputError if no data set has this name, or if a local data set lacks the split.
 
@@ -130,15 +134,9 @@ class RetrievalDataset:
         counts as not found; a warning gives the number of such judgements.
         """
         if self.kind != "beir":
-            with self._errors_by_name():
-                return examples_as_retrieval(self.path, self.policy)
+            return examples_as_retrieval(self.examples())
         judged = self._judged
         warn_of_own_ids(self.path, judged.qrels)
-        if not judged.rows:
-            raise InputError(
-                f"{judged.source}: none of the {len(judged.unknown)} judged passages, such as "
-                f"{next(iter(judged.unknown))!r}, is in the corpus; give the corpus that was judged"
-            )
         if judged.unknown:
             warnings.warn(
                 f"{judged.unknown_judgements()}; such passages count as not found", stacklevel=3
@@ -158,8 +156,7 @@ class RetrievalDataset:
         """
         if self.kind == "beir":
             return self._judged.examples(self.policy.repair, merge)
-        with self._errors_by_name():
-            return load_examples(self.path, self.policy)
+        return load_examples(self.path, self.policy, self.table)
 
     def train_set(self, hard_negatives: int = 0, scores: bool = False) -> TrainSet:
         """Return the queries and passages for training.
@@ -170,19 +167,6 @@ class RetrievalDataset:
         scores of the examples, if there are any.
         """
         return from_examples(self.examples(), hard_negatives, scores)
-
-    @contextmanager
-    def _errors_by_name(self) -> Iterator[None]:
-        """Name the Hub data set or local table in errors, not its copy in the cache.
-
-        Rows of the copy have the same numbers.
-        """
-        try:
-            yield
-        except InputError as error:
-            if not str(self.name).startswith(HUB_PREFIX):
-                raise
-            raise InputError(str(error).replace(f"{self.path}:", f"{self.name}:", 1)) from error
 
 
 def open_dataset(

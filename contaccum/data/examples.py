@@ -7,6 +7,7 @@ the cache. Later calls map these tables into memory.
 
 import math
 import os
+import re
 import warnings
 from array import array
 from collections.abc import Iterator
@@ -153,33 +154,42 @@ class ExampleTable:
                 yield Example(Query(key, text), positives, negatives, others, teacher)
 
 
-def load_examples(path: Path, policy: DataPolicy) -> ExampleTable:
+def load_examples(path: Path, policy: DataPolicy, table: str | None = None) -> ExampleTable:
     """Open a file of training examples: DPR JSON, JSONL of query, pos and neg, or Tevatron JSONL.
 
     Rows with the same query text become one query, which has the passages of all of them. An
     example with an empty text is invalid. Other problems cause a warning, or InputError with
     ``strict``: queries without a positive, ids that have several texts, and hard negatives with the
     text of a positive. ``repair`` has no effect on a file of examples and causes a warning.
+
+    table: name of the Hub data set or local table with the rows of ``path``, for messages.
     """
+
+    def named(message: str) -> str:
+        return message if table is None else by_row(message, path, table)
+
     if not os.path.isfile(path):
         raise InputError(f"{path}: no such file or folder")
     if policy.repair:
         warnings.warn(f"{path}: repair has no effect on a file of examples", stacklevel=4)
-    folder, about = cached_tables(
-        "examples", file_key(path), lambda folder: build_examples(path, folder)
-    )
+    try:
+        folder, about = cached_tables(
+            "examples", file_key(path), lambda folder: build_examples(path, folder)
+        )
+    except InputError as error:
+        raise InputError(named(str(error))) from error
     for sentence, first in about["problems"]:
         if policy.strict:
-            raise InputError(first)
-        warnings.warn(f"{path}: {sentence}", stacklevel=4)
+            raise InputError(named(first))
+        warnings.warn(named(f"{path}: {sentence}"), stacklevel=4)
     if not about["examples"]:
-        raise InputError(f"{path}: has no valid example; it needs at least one")
+        raise InputError(named(f"{path}: has no valid example; it needs at least one"))
     queries = folder / "queries.arrow"
     passages = folder / "passages.arrow"
     lists = [Ragged.load(folder / f"{name}.npz") for name in _LISTS]
     if not len(lists[POSITIVE].values):
         raise InputError(
-            f"{path}: no query has a positive passage; at least one query must have one"
+            named(f"{path}: no query has a positive passage; at least one query must have one")
         )
     return ExampleTable(
         Dataset.from_file(str(queries)),
@@ -192,6 +202,15 @@ def load_examples(path: Path, policy: DataPolicy) -> ExampleTable:
         about["fingerprint"],
         about["merged"],
         about["copies"],
+    )
+
+
+def by_row(message: str, path: Path, table: str) -> str:
+    """Name the table and the row in a message, instead of its copy ``path`` and the line there."""
+    return re.sub(
+        rf"{re.escape(str(path))}(:\d+)?",
+        lambda found: table + (f", row {found[1][1:]}" if found[1] else ""),
+        message,
     )
 
 

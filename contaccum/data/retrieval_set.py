@@ -20,7 +20,7 @@ from contaccum.data.corpus import (
     queries_file,
     read_query_texts,
 )
-from contaccum.data.examples import ExampleTable, left_out, lists_of, load_examples
+from contaccum.data.examples import ExampleTable, left_out, lists_of
 from contaccum.data.identity import text_hash
 from contaccum.errors import InputError
 from contaccum.formats.readers import beir_file, read_qrels
@@ -145,7 +145,8 @@ def splits_of(folder: Path) -> list[str]:
 def judged_split(path: Path, split: str, policy: DataPolicy) -> JudgedSplit:
     """Read one split of a BEIR folder: queries, corpus and qrels.
 
-    The queries have the order of the qrels file. A judgement of an unknown query raises InputError.
+    The queries have the order of the qrels file. Raises InputError for a judgement of an unknown
+    query, and if the corpus has none of the judged passages.
     """
     source = qrels_file(path, split)
     grades = read_grades(source)
@@ -155,6 +156,12 @@ def judged_split(path: Path, split: str, policy: DataPolicy) -> JudgedSplit:
         raise error
     corpus = open_corpus(path, policy)
     rows = find_rows(corpus.table, grades.passage_lines)
+    if not rows:
+        raise InputError(
+            f"{source}: none of the {len(grades.passage_lines)} judged passages, such as "
+            f"{next(iter(grades.passage_lines))!r}, is in the corpus; give the corpus that was "
+            "judged"
+        )
     return JudgedSplit(
         corpus=corpus.table,
         queries={query: queries[query] for query in grades.qrels},
@@ -244,12 +251,11 @@ def warn_of_own_ids(source: Path, qrels: Qrels) -> None:
         )
 
 
-def examples_as_retrieval(path: Path, policy: DataPolicy) -> RetrievalSet:
-    """Convert a file of training examples to a retrieval set.
+def examples_as_retrieval(examples: ExampleTable) -> RetrievalSet:
+    """Convert training examples to a retrieval set.
 
     The corpus has all passages; positives get grade 1.
     """
-    examples = load_examples(path, policy)
     column = examples.passages.data.column("id")
     positives = column.take(pa.array(examples.positives.values)).to_pylist()
     queries = {}

@@ -56,7 +56,7 @@ class State:
 
     The keys are those in STAGES, and also: ``run``, the time that a training run needs in addition
     to its steps (loading, dev evaluation, saving); ``pass``, one forward pass of one pair in
-    training; ``report``.
+    training; ``report``; ``start``, from the start of a call to its first stage.
     """
     seconds: dict[str, float] = field(default_factory=dict)
     """Measured seconds, with the keys of ``predicted``. They replace the prediction."""
@@ -137,9 +137,12 @@ class State:
         return self.training_seconds(total) >= needed
 
     def sufficient_time(self) -> float:
-        """Return a time limit in whole minutes that is enough, also if this machine gets slower."""
-        total = 60.0
-        while not self.enough(total):
+        """Return a time limit in whole minutes that is enough for the next call.
+
+        It is also enough if this machine gets a little slower.
+        """
+        total, start = 60.0, self.expected("start")
+        while not self.enough(total - start):
             total = max(total + 60, 1.02 * total)
         return 60.0 * -(-SPARE * total // 60)
 

@@ -6,6 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from tqdm.auto import tqdm
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
+from contaccum.data.tables import column_batches
 from contaccum.errors import InputError
 from contaccum.retrieval.encode import (
     Texts,
@@ -25,7 +27,15 @@ from contaccum.retrieval.encode import (
 )
 from contaccum.retrieval.exact import ExactIndex, best_first, inner_products
 from contaccum.retrieval.index import Index, Origin
-from contaccum.retrieval.runs import RankedPassage, Ranking, Run, make_run, read_passages, write_run
+from contaccum.retrieval.runs import (
+    RankedPassage,
+    Ranking,
+    Run,
+    make_run,
+    read_passages,
+    require_run_ids,
+    write_run,
+)
 from contaccum.retrieval.shards import Shards
 from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.processes import ALONE, Processes
@@ -314,6 +324,9 @@ def search(
     )
     with group.main_first():
         judged = open_dataset(data, split, policy).retrieval_set
+    if output is not None:  # encoding may take hours
+        ids = (batch["id"] for batch in column_batches(judged.corpus, ["id"]))
+        require_run_ids(output, chain(judged.queries, *ids))
     retriever = Retriever.open(model, judged.corpus, settings, group)  # encodes the corpus
     run = retriever.search(judged.queries, k, ignore_identical_ids=judged.skips_own_id)
     if output is not None and group.is_main:

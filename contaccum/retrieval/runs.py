@@ -9,6 +9,7 @@ passages by id, so ``read_run`` does it too.
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,20 +64,28 @@ def write_run(path: str | Path, run: Run, tag: str = "contaccum") -> None:
 
     Each line is ``query Q0 passage rank score tag``. Ranks start at 1. Scores are not rounded.
 
-    The file appears only when it is complete. Raises InputError if an id or the tag is empty or
-    contains white space, because the format does not allow this.
+    The file appears only when it is complete. Raises InputError for ids that the format does not
+    allow, see ``require_run_ids``.
     """
+    passage_ids = (passage_id for hits in run.values() for passage_id, _ in hits)
+    require_run_ids(path, chain([tag], run, passage_ids))
     with whole_records(path) as file:
         for query_id, hits in run.items():
             for rank, (passage_id, score) in enumerate(hits, 1):
-                columns = [query_id, "Q0", passage_id, str(rank), repr(float(score)), tag]
-                line = " ".join(columns)
-                if line.split() != columns:
-                    raise InputError(
-                        f"{path}: line {line!r}: an id or the tag is empty or contains white "
-                        "space, which a TREC run file does not allow"
-                    )
-                file.write(f"{line}\n".encode())
+                file.write(f"{query_id} Q0 {passage_id} {rank} {float(score)!r} {tag}\n".encode())
+
+
+def require_run_ids(path: str | Path, ids: Iterable[str]) -> None:
+    """Raise InputError if an id or tag is empty or contains white space.
+
+    A TREC run file does not allow this.
+    """
+    for key in ids:
+        if key.split() != [key]:
+            raise InputError(
+                f"{path}: id {key!r} is empty or contains white space, which a TREC run file does "
+                "not allow"
+            )
 
 
 def read_run(path: str | Path) -> Run:

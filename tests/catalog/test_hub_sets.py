@@ -121,7 +121,7 @@ def test_an_error_in_a_table_names_the_table_and_the_row(tmp_path):
     name = f"hub:{tmp_path}?query=question&pos=answer"
     with pytest.raises(InputError) as caught:
         open_train_set(name)
-    assert str(caught.value).startswith(f"{name}:2: query 'unnamed-query-2' has an empty text")
+    assert str(caught.value).startswith(f"{name}, row 2: query 'unnamed-query-2' has an empty text")
 
 
 def test_columns_of_other_names_are_mapped(triplets):

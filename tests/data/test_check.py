@@ -27,9 +27,15 @@ def test_check_reports_statistics_of_a_beir_folder(tmp_path):
 
 def test_check_reads_only_the_chosen_split(tmp_path):
     beir(tmp_path, split="test")
-    beir(tmp_path, "q0\tpX\t1\n")
+    beir(tmp_path, "q0\tpX\t1\nq0\tp1\t1\n")
     assert list(check(tmp_path, "test")["splits"]) == ["test"]
     with pytest.warns(UserWarning, match="'pX'"):
+        check(tmp_path)
+
+
+def test_check_refuses_a_split_without_a_passage_of_the_corpus(tmp_path):
+    beir(tmp_path, "q0\tpX\t1\nq1\tpY\t1\n")
+    with pytest.raises(InputError, match="none of the 2 judged passages, such as 'pX'"):
         check(tmp_path)
 
 
@@ -41,9 +47,26 @@ def test_hidden_files_are_no_splits(tmp_path):
 
 
 def test_check_counts_queries_in_several_splits(tmp_path):
+    """Queries with the same text are the same: q1 and q2."""
     beir(tmp_path, "q0\tp0\t1\nq1\tp0\t1\n", "train")
-    beir(tmp_path, "q1\tp1\t1\n", "test")
+    beir(tmp_path, "q2\tp1\t1\n", "test")
+    assert check(tmp_path)["queries in several splits"] == 0
+    texts = ["a", "b", "b"]
+    write(
+        tmp_path / "queries.jsonl",
+        lines(*({"_id": f"q{n}", "text": t} for n, t in enumerate(texts))),
+    )
     assert check(tmp_path)["queries in several splits"] == 1
+
+
+def test_check_lists_the_first_errors_only(tmp_path):
+    corpus = lines(*({"_id": f"p{n}", "text": ""} for n in range(250)))
+    with pytest.raises(InputError) as refused:
+        check(write(tmp_path / "corpus.jsonl", corpus))
+    found = str(refused.value).splitlines()
+    assert found[0].endswith("250 errors; the first 100:")
+    assert len(found) == 101
+    assert found[-1].startswith(f"  {tmp_path / 'corpus.jsonl'}:100: ")
 
 
 def test_check_counts_test_queries_with_an_answer_of_training(tmp_path):

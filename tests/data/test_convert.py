@@ -76,6 +76,25 @@ def test_beir_to_beir_keeps_the_whole_corpus_and_split_name(tmp_path):
     assert meaning(tmp_path / "t", "dev") == meaning(tmp_path / "s", "dev")
 
 
+def test_beir_to_beir_keeps_the_other_splits(tmp_path):
+    """Also when train is divided: q3 is only in test, q2 in both."""
+    source = beir(tmp_path / "s", queries=4)
+    beir(source, "q2\tp0\t2\nq3\tp1\t1\nq3\tp2\t0\n", "test", queries=4)
+    said = convert(source, tmp_path / "copy", "beir")
+    assert said.splitlines()[-1] == "test: 2 queries, 3 judgements"
+    convert(source, tmp_path / "divided", "beir", splits="0.7,0.3,0")
+    expected = open_retrieval_set(source, "test")
+    for folder in (tmp_path / "copy", tmp_path / "divided"):
+        found = open_retrieval_set(folder, "test")
+        assert (found.queries, found.qrels) == (expected.queries, expected.qrels)
+    parts = [meaning(tmp_path / "divided", split) for split in ("train", "dev")]
+    assert all(parts)
+    assert parts[0] | parts[1] == meaning(source)
+    with pytest.raises(InputError, match=r"makes a split test, but .* has one; use a share of 0"):
+        convert(source, tmp_path / "other", "beir", splits="0.5,0,0.5")
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_copy_of_a_beir_folder_has_its_grades(tmp_path):
     """Also of a negative with the text of a positive, which training leaves out."""
     graded = "q0\tp0\t3\nq0\tp1\t1\nq0\tp2\t0\nq0\tp3\t-1\nq1\tp1\t2\nq1\tp5\t0\n"

@@ -3,12 +3,15 @@
 import gzip
 import json
 import os
+import re
 import warnings
 
 import pytest
 from tiny_data import beir, lines, write, write_gzip
 
 from contaccum.cli import main
+from contaccum.config import DataPolicy
+from contaccum.data.commands import check
 from contaccum.data.dataset import open_dataset
 from contaccum.errors import InputError
 from contaccum.formats.readers import kind_of_data
@@ -88,10 +91,33 @@ def test_an_unknown_column_is_answered_with_names_that_can_be_given(tmp_path):
         open_dataset(f"hub:{path}?query=query&pos=Q&A", "train").examples()
 
 
+@pytest.mark.parametrize("name", ["pairs.tsv", "pairs.csv"])
+def test_a_header_of_pairs_is_no_passage(tmp_path, name):
+    """Its line was read as a passage with the id "query"."""
+    path = write(tmp_path / name, "query\tpos\none\ttwo\nthree\tfour\n")
+    given = re.escape(f'"hub:{path}?query=query&pos=pos"')
+    with pytest.raises(InputError, match=rf":1: found the names of columns; .*{given}"):
+        check(path)
+
+
+def test_messages_about_a_table_name_its_rows(tmp_path):
+    """They named a file in the cache and the line there."""
+    path = write(tmp_path / "t.csv", "query,pos,neg\none,a,b\ntwo,c,c\n")
+    table = re.escape(f"hub:{path}")
+    said = rf"^{table}: left out 1 hard negative .* \(the first: {table}, row 2\)$"
+    with pytest.warns(UserWarning, match=said):
+        check(f"hub:{path}")
+    with pytest.raises(InputError, match=rf"^{table}, row 2: a hard negative has"):
+        check(f"hub:{path}", policy=DataPolicy(strict=True))
+
+
 def test_a_table_with_semicolons_is_refused(tmp_path):
     """Some spreadsheet programs write them. A header of one column has no separator."""
     path = write(tmp_path / "t.csv", "query;answer\none;a, b\n")
     with pytest.raises(InputError, match=r"t\.csv:1: found semicolons between the columns"):
+        open_dataset(f"hub:{path}?query=query&pos=answer", "train").examples()
+    path = write(tmp_path / "t.csv", "query\tanswer\none\ttwo\n")
+    with pytest.raises(InputError, match=r"t\.csv:1: found tabs .*; end the file's name with .tsv"):
         open_dataset(f"hub:{path}?query=query&pos=answer", "train").examples()
     path = write(tmp_path / "u.csv", "text\none; two\n")
     examples = open_dataset(f"hub:{path}?query=text&pos=text", "train").examples()

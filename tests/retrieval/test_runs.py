@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_data import beir, lines, write
 
+from contaccum import search
 from contaccum.errors import InputError
 from contaccum.retrieval.runs import ranked, read_run, write_run
 
@@ -56,5 +58,12 @@ def test_ids_with_white_space_are_refused_and_no_file_is_left(tmp_path, run):
     with pytest.raises(InputError, match="white space"):
         write_run(tmp_path / "run", run)
     assert list(tmp_path.iterdir()) == []
+    # before anything is encoded: there is no encoder in this folder
+    beir(tmp_path / "data")
+    corpus = lines(*({"_id": f"p {n}", "text": f"text {n}"} for n in range(6)))
+    write(tmp_path / "data" / "corpus.jsonl", corpus)
+    write(tmp_path / "data" / "qrels" / "train.tsv", "q0\tp 0\t1\n")
+    with pytest.raises(InputError, match="id 'p 0' is empty or contains white space"):
+        search(tmp_path / "none", tmp_path / "data", "train", output=tmp_path / "run")
     with pytest.raises(InputError, match="two words"):
         write_run(tmp_path / "run", {"q": [("d", 1.0)]}, tag="two words")
