@@ -102,7 +102,7 @@ def make_config(request: dict[str, Any]) -> TrainConfig:
     config.data.train = "-"
     config.batch.global_batch_size, config.batch.micro_batch_size = PAIRS, MICRO
     config.model.name, config.run.device = request["model"], request["device"]
-    config.model.unpad, config.run.precision = False, "fp32"
+    config.model.tie_towers, config.model.unpad, config.run.precision = False, False, "fp32"
     config.model.max_query_length, config.model.max_passage_length = QUERY, request["length"]
     for name, value in request["changes"].items():
         group, field = name.split(".")

@@ -71,6 +71,7 @@ class MetaEncoder:
     one_pass, group = False, None
 
     def __init__(self) -> None:
+        self.towers: list[Any] = []
         self.query_tower, self.passage_tower = (
             SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0), unpad=False)
             for _ in range(2)

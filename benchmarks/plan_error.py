@@ -79,7 +79,7 @@ def configuration(changes: dict, model: str, args: Any, folder: Path) -> TrainCo
     """Return the default config with these changes; a step has two micro-batches, or one for
     `in_batch`."""
     values = asdict(TrainConfig(method=changes["method"], output_dir=str(folder)))
-    values["model"] |= {"name": model, "max_passage_length": 128}
+    values["model"] |= {"name": model, "tie_towers": False, "max_passage_length": 128}
     values["data"] |= {"train": args.data, "repair": True}
     values["batch"] |= {"micro_batch_size": 16}
     values["run"] |= {"device": args.device, "precision": args.precision, "save_steps": 0}

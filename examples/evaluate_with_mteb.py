@@ -47,7 +47,7 @@ given = parser.parse_args()
 tasks = mteb.get_tasks(tasks=given.tasks)
 for task in tasks if given.data else ():
     use_folder(task, given.data)
-# its encode_query and encode_document lead to the two towers
+# mteb calls encode_query and encode_document
 model = SentenceTransformer(given.model)
 found = mteb.evaluate(model, tasks, cache=None, co2_tracker=False)
 for result in found.task_results:

@@ -306,6 +306,7 @@ def train_config(data: Path, output: Path, method: str = "cont_accum", **changes
         "method": method,
         "output_dir": str(output),
         "model.name": "tiny",
+        "model.tie_towers": False,
         "model.tiny_width": 32,
         "model.tiny_layers": 1,
         "model.tiny_vocabulary": 200,

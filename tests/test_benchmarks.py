@@ -26,7 +26,7 @@ def tiny_folder(tmp_path_factory):
     settings = EncoderSettings(max_query_length=16, max_passage_length=32, tie_towers=True)
     folder = tmp_path_factory.mktemp("encoder")
     DualEncoder(tower, tower, settings).save(folder / "model")
-    return folder / "model" / "query_encoder"
+    return folder / "model"
 
 
 def run(*call: str, **environment: str) -> subprocess.CompletedProcess:

@@ -302,8 +302,6 @@ def test_training_on_warns_of_settings_that_the_model_does_not_keep(stored_model
     assert [str(each.message).partition(": was ")[2] for each in recwarn] == [
         "trained with max_passage_length 32, but this run has 256; set "
         "--model.max_passage_length 32 to keep it",
-        "trained with tie_towers true, but this run has false; set --model.tie_towers true to "
-        "keep it",
     ]
 
 
@@ -315,14 +313,14 @@ def test_a_mining_hint_keeps_the_settings_of_the_model(stored_model, monkeypatch
     hint = _mine(job, MineConfig(), encoder, SearchConfig(), DataPolicy())
     assert (
         f"--model.name {stored_model} --model.max_query_length 16 "
-        "--model.max_passage_length 32 --model.tie_towers true --output_dir DIR"
+        "--model.max_passage_length 32 --output_dir DIR"
     ) in hint
 
 
 @pytest.fixture
 def stored_model(tmp_path):
     """Folder of a run with the settings of its model, but without weights."""
-    settings = {"max_query_length": 16, "max_passage_length": 32, "tie_towers": True}
+    settings = {"max_query_length": 16, "max_passage_length": 32}
     (tmp_path / "run" / "model").mkdir(parents=True)
     (tmp_path / "run" / "model" / "contaccum.json").write_text(
         json.dumps({"format_version": 1, "pooling": "mean", **settings})

@@ -108,7 +108,7 @@ def test_lightning_script_trains_a_model_that_other_libraries_load(encoder, tmp_
         for n in range(40)
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    start = tmp_path / "start" / "query_encoder"
+    start = tmp_path / "start"
     call = [
         EXAMPLES / "lightning_contaccum.py", "--model", start, "--data", "pairs.jsonl",
         "--max_steps", 2,

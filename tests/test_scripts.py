@@ -55,10 +55,10 @@ def test_train_script_evaluates_and_a_second_call_adds_nothing(script, data, tmp
     run = tmp_path / "run"
     script("train.sh", data, run, *TINY)
     assert read_json(run / "metrics.json")["queries"] == 10
-    model = (run / "model" / "query_encoder" / "model.safetensors").stat().st_mtime_ns
+    model = (run / "model" / "model.safetensors").stat().st_mtime_ns
     script("train.sh", data, run, *TINY)
     assert len(read_log(run)) == 3
-    assert (run / "model" / "query_encoder" / "model.safetensors").stat().st_mtime_ns >= model
+    assert (run / "model" / "model.safetensors").stat().st_mtime_ns >= model
 
 
 def test_beir_script_writes_metrics_and_a_run_file(script, data, tmp_path):

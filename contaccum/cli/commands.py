@@ -63,7 +63,7 @@ def _train(config: TrainConfig) -> None:
 
 
 def _warn_of_other_settings(model: ModelConfig) -> None:
-    """Warn about lengths and towers of ``model`` that differ from those stored in its folder."""
+    """Warn about lengths of ``model`` that differ from those stored in its folder."""
     from contaccum.encoder.folders import stored_differences
 
     if model.passage_name is not None:  # two encoders have no common settings
@@ -298,8 +298,8 @@ COMMANDS = {
     "train": Command(
         _train,
         "train a retriever with one of six training methods",
-        "Train a retriever: two encoder towers, or one that encodes queries and passages "
-        "(--model.tie_towers true). Settings come from config files, and options override them.",
+        "Train a retriever: one encoder for queries and passages, or one for each "
+        "(--model.tie_towers false). Settings come from config files, and options override them.",
         "%(prog)s --data.train DATA --output_dir DIR [--config FILE] [--model.name MODEL] "
         "[--GROUP.FIELD VALUE ...]",
         (TrainConfig,),

@@ -95,8 +95,10 @@ class ModelConfig(EncodingConfig):
     passage_name: str | None = setting(None, resume="never", metavar="MODEL")
     """Encoder of the passage tower. Its stored passage prefix is used. Default: the same as
     `model.name`."""
-    tie_towers: bool = setting(False, resume="never")
-    """Use the same weights in both towers."""
+    tie_towers: bool | None = setting(None, resume="never")
+    """Train one encoder for both queries and passages. False: one encoder for each, as in DPR and
+    the CONTACCUM paper, which needs twice the memory for weights, gradients and optimizer state.
+    Default: as in the folder of the encoder, else true; with `model.passage_name`, false."""
     max_query_length: PositiveInt | None = setting(64, kw_only=True)
     """Maximum number of tokens of a query. Longer queries are truncated."""
     max_passage_length: PositiveInt | None = setting(256, kw_only=True)

@@ -47,7 +47,7 @@ MODEL_FILES = (
 )
 
 # settings that training takes from its config, not from the folder of the encoder
-STORED_FOR_TRAINING = ("max_query_length", "max_passage_length", "tie_towers")
+STORED_FOR_TRAINING = ("max_query_length", "max_passage_length")
 # names of model families whose members have different settings
 FAMILY_WORDS = re.compile(r"(?<![a-z0-9])(m?e5|bge|gte|nomic|m?contriever)(?![a-z0-9])")
 # those whose members all need prefixes
@@ -279,7 +279,7 @@ def model_folder(name: str | Path) -> str:
 
 
 def stored_differences(name: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the stored lengths and ``tie_towers`` of a model that differ from ``values``.
+    """Return the stored lengths of a model that differ from ``values``.
 
     name: folder of a run or of a trained model. Another encoder has no differences. values: values
     of the settings; None means the stored value.
@@ -305,10 +305,8 @@ def read_encoder(name: str, given: Container[str] = ()) -> EncoderFiles:
     if saved is not None:
         saved.pop("format_version", None)
         hashes = check_type(saved.pop("sha256", {}), dict[str, str], f"{name}: sha256")
-        query = _tower_files(name, _modules(name, TOWERS[0]))
-        passage = (
-            query if saved.get("tie_towers") else _tower_files(name, _modules(name, TOWERS[1]))
-        )
+        folders = ("", "") if saved.get("tie_towers") else TOWERS
+        query, passage = (_tower_files(name, _modules(name, folder)) for folder in folders)
         return EncoderFiles({"tie_towers": False, **saved}, query, passage, hashes)
     if optional_json(name, "modules.json", list[Module]) is None:
         base = _base(name, "")

@@ -1,21 +1,22 @@
 """Save an encoder as folders that transformers, sentence-transformers and contaccum load.
 
-model/
-    query_encoder/      query tower: weights, tokenizer, 1_Pooling/ and other files of a full
-                        encoder; after training with LoRA: the adapter and base.json instead of
-                        the weights
-    passage_encoder/    passage tower; with tied towers, its weight files are hard links to the
-                        query tower where possible
-    modules.json        sentence-transformers model with a Router that points to both folders
-    router_config.json
-    config_sentence_transformers.json
+One encoder for queries and passages (tied towers) is one model of sentence-transformers:
+
+    config.json, model.safetensors, tokenizer.json, ...
+                        after training with LoRA: the adapter and base.json instead of the weights
+    modules.json, 1_Pooling/, sentence_bert_config.json, config_sentence_transformers.json
     contaccum.json      EncoderSettings, and the SHA-256 of each file with weights
-    README.txt          only with two towers: which calls of sentence-transformers use which tower
+
+Two encoders are two such models without contaccum.json, and a Router that points to them:
+
+    query_encoder/
+    passage_encoder/
+    modules.json, router_config.json, config_sentence_transformers.json
+    contaccum.json
+    README.txt          which calls of sentence-transformers use which encoder
 """
 
 import os
-import shutil
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,41 +42,30 @@ passages with model.encode_document; plain model.encode uses the passage tower.
 def save_encoder(
     query_tower: Tower, passage_tower: Tower, settings: EncoderSettings, folder: Path
 ) -> None:
-    """Write both towers, and the files about the whole model, into an empty folder."""
-    query_name, passage_name = TOWERS
-    tied = passage_tower is query_tower
-    _save_tower(query_tower, folder / query_name)
-    if tied:
-        shutil.copytree(folder / query_name, folder / passage_name, copy_function=_link)
+    """Write the encoders, and the files about the whole model, into an empty folder."""
+    query_length, passage_length = settings.max_query_length, settings.max_passage_length
+    if settings.tie_towers:
+        limits = {"max_seq_length": passage_length}
+        if query_length != passage_length:
+            # older versions of sentence-transformers ignore these two lengths
+            limits |= {"query_length": query_length, "document_length": passage_length}
+        # SentenceTransformer.encode treats texts as passages
+        _save_tower(query_tower, folder, settings, "document", limits)
     else:
-        _save_tower(passage_tower, folder / passage_name)
-    by_side = {}
-    if tied and settings.max_query_length != settings.max_passage_length:
-        # older versions of sentence-transformers ignore these two lengths
-        by_side = {
-            "query_length": settings.max_query_length,
-            "document_length": settings.max_passage_length,
+        query_name, passage_name = TOWERS
+        limits = {"max_seq_length": query_length}
+        _save_tower(query_tower, folder / query_name, settings, "query", limits)
+        limits = {"max_seq_length": passage_length}
+        _save_tower(passage_tower, folder / passage_name, settings, "document", limits)
+        query_route = _routed(query_name, query_tower, settings)
+        passage_route = _routed(passage_name, passage_tower, settings)
+        router = {
+            "types": {**query_route, **passage_route},
+            "structure": {"query": list(query_route), "document": list(passage_route)},
+            "parameters": {"default_route": "document", "allow_empty_key": True},
         }
-    for side, name, tower, length in (
-        ("query", query_name, query_tower, settings.max_query_length),
-        ("document", passage_name, passage_tower, settings.max_passage_length),
-    ):
-        limits = {"max_seq_length": length, "do_lower_case": False, **by_side}
-        write_json(folder / name / "sentence_bert_config.json", limits)
-        _write_model(folder / name, _modules(tower, settings), settings, side)
-
-    # SentenceTransformer.encode treats texts as passages: tied towers use the passage folder with
-    # its maximum length
-    query_route = _routed(passage_name if tied else query_name, query_tower, settings)
-    passage_route = _routed(passage_name, passage_tower, settings)
-    router = {
-        "types": {**query_route, **passage_route},
-        "structure": {"query": list(query_route), "document": list(passage_route)},
-        "parameters": {"default_route": "document", "allow_empty_key": True},
-    }
-    write_json(folder / "router_config.json", router)
-    _write_model(folder, {"": "Router"}, settings, "document")
-    if not tied:
+        write_json(folder / "router_config.json", router)
+        _write_model(folder, {"": "Router"}, settings, "document")
         write_text(folder / "README.txt", TWO_TOWERS)
     hashes = {
         path.relative_to(folder).as_posix(): sha256_of(path)
@@ -129,7 +119,15 @@ def _write_model(
     write_json(folder / "config_sentence_transformers.json", config)
 
 
-def _save_tower(tower: Tower, folder: Path) -> None:
+def _save_tower(
+    tower: Tower, folder: Path, settings: EncoderSettings, side: str, limits: dict[str, int]
+) -> None:
+    """Write a tower as a model of sentence-transformers. side: see ``_write_model``.
+
+    limits: maximum lengths, as they are named in sentence_bert_config.json.
+    """
+    write_json(folder / "sentence_bert_config.json", {**limits, "do_lower_case": False})
+    _write_model(folder, _modules(tower, settings), settings, side)
     # do not save the truncation and padding of earlier calls
     tower.tokenizer.backend_tokenizer.no_truncation()
     tower.tokenizer.backend_tokenizer.no_padding()
@@ -204,16 +202,3 @@ def check_hashes(name: str, hashes: dict[str, str] | None) -> None:
                 f"{path}: the file is missing or has changed since the model was saved. Copy the "
                 f"model again; if you changed the weights, delete sha256 from {SETTINGS_FILE}."
             )
-
-
-def _link(source: str, target: str) -> None:
-    """Copy a file.
-
-    A file with weights becomes a hard link if possible, because such files are never changed in
-    place.
-    """
-    if source.endswith(".safetensors"):
-        with suppress(OSError):  # this disk has no hard links
-            os.link(source, target)
-            return
-    shutil.copyfile(source, target)

@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
-from contaccum.encoder import SETTINGS_FILE, TOWERS, make_settings, model_folder
+from contaccum.encoder import SETTINGS_FILE, make_settings, model_folder
 from contaccum.encoder.folders import ADAPTER_FILE, AdapterFile, ModelFile, read_encoder
 from contaccum.errors import InputError, library_errors, printable
 from contaccum.evaluation.metrics import read_metrics
@@ -62,7 +62,8 @@ def push(
                 f"{file}: this symbolic link leads out of the model's folder, to {file.resolve()}. "
                 "Replace the link with a copy of the file, or delete it."
             )
-    adapter = optional_json(str(model / TOWERS[0]), ADAPTER_FILE, AdapterFile)
+    tower = model / read_encoder(str(model)).query.subfolder
+    adapter = optional_json(str(tower), ADAPTER_FILE, AdapterFile)
     if adapter is not None and os.path.isabs(adapter.get("base_model_name_or_path") or ""):
         raise InputError(
             f"{model}: the adapter's base is a local folder, which nobody else can load. Merge the "
@@ -104,14 +105,15 @@ def write_card(model: Path, repository: str, licence: str | None) -> str:
     state, or None to state none.
     """
     run = Path(os.path.abspath(model)).parent
-    settings = make_settings(read_encoder(str(model)).settings, str(model))
+    files = read_encoder(str(model))
+    settings, tower = make_settings(files.settings, str(model)), model / files.query.subfolder
     config = flat(read_config(run)) if (run / CONFIG_FILE).is_file() else {}
 
-    adapter = optional_json(str(model / TOWERS[0]), ADAPTER_FILE, AdapterFile)
+    adapter = optional_json(str(tower), ADAPTER_FILE, AdapterFile)
     if adapter is not None:
         architecture = f"LoRA of rank {adapter['r']} on {shown(adapter['base_model_name_or_path'])}"
     else:
-        backbone = read_json(model / TOWERS[0] / "config.json", ModelFile)
+        backbone = read_json(tower / "config.json", ModelFile)
         architecture = (
             f"{backbone.get('model_type')}, {backbone.get('num_hidden_layers', '?')} layers"
         )
@@ -158,7 +160,7 @@ def write_card(model: Path, repository: str, licence: str | None) -> str:
         passage_prefix=repr(settings.passage_prefix),
         prefixes_in_table=[cell(repr(settings.query_prefix)), cell(repr(settings.passage_prefix))],
         # the transformers example loads neither a Dense layer nor an adapter in a subfolder
-        plain=not list(model.glob("*/*_Dense")) and adapter is None,
+        plain=not list(model.rglob("*_Dense")) and adapter is None,
         training_sets=", ".join(
             f"`{shown(member['train'])}` ({member['split']})" for member in mixture or [default]
         ),

@@ -424,7 +424,8 @@ class Training:
         # the last micro-batch of a two-pass method keeps its graph
         self.step_work = tokens * config.spec.cost(sum(pairs), pairs[-1], config.replay_share)
         self.work_done = 0
-        self.encoder.train()
+        if not self.encoder.training:  # after an evaluation; the call visits all modules
+            self.encoder.train()
         engine.begin_step(self.done)
         losses: list[LossValue] = []
         failed = False

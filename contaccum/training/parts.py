@@ -54,7 +54,8 @@ def build_encoder(
     chosen = {
         name: getattr(model, name) for name in ENCODER_SETTINGS if getattr(model, name) is not None
     }
-    settings = make_settings({**chosen, "tie_towers": model.tie_towers}, "model")
+    tied = model.tie_towers is not False
+    settings = make_settings({**chosen, "tie_towers": tied}, "model")
     settings = _with_mixture_prefixes(config, settings)
     query = tiny_tower(
         train_set.texts(),
@@ -65,7 +66,7 @@ def build_encoder(
         max_length=max(settings.max_query_length, settings.max_passage_length),
         seed=config.seed,
     )
-    passage = query if model.tie_towers else copy.deepcopy(query)
+    passage = query if tied else copy.deepcopy(query)
     return DualEncoder(query, passage, settings).to(device)
 
 

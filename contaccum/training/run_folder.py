@@ -29,7 +29,7 @@ from contaccum.config import ENCODER_SETTINGS, TrainConfig, settings_with
 from contaccum.config.load import CONFIG_VERSION, check_version, flat, read_yaml
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.data.train_set import TrainSet
-from contaccum.encoder import SETTINGS_FILE
+from contaccum.encoder import SETTINGS_FILE, TOWERS
 from contaccum.errors import InputError
 from contaccum.runtime.files import (
     is_leftover,
@@ -298,7 +298,7 @@ def next_steps(config: TrainConfig, model: Path) -> list[str]:
     model: folder of the trained model.
     """
     lines = []
-    if not config.model.tie_towers:
+    if (model / TOWERS[0]).is_dir():
         lines.append(
             "two encoders, for queries and passages: in sentence-transformers, use encode_query "
             "and encode_document (encode takes a text for a passage)"

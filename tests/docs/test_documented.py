@@ -76,6 +76,7 @@ def workspace(tmp_path_factory) -> Path:
     for name in ("configs", "scripts", "benchmarks", "data", "tests"):
         (folder / name).symlink_to(ROOT / name)
     convert(data, folder / "pairs.jsonl", "jsonl")
+    convert(folder / "pairs.jsonl", folder / "TRAIN_FOLDER", "beir")
     convert(data, folder / "biencoder-nq-train.json", "dpr")
     convert(data, folder / "tevatron.jsonl", "tevatron")
     (folder / "train.json").symlink_to(folder / "biencoder-nq-train.json")
@@ -99,11 +100,13 @@ def workspace(tmp_path_factory) -> Path:
     tower.tokenizer.save_pretrained(reader)
     wide = tiny_tower(texts, "mean", layers=1, width=384, vocabulary=200, max_length=256, seed=0)
     DualEncoder(wide, wide, settings).save(folder / "wide")
+    for name in ("saved", "wide"):  # as sentence-transformers saves a model
+        (folder / name / "contaccum.json").unlink()
     (folder / "BAAI").mkdir()
-    (folder / "BAAI" / "bge-small-en-v1.5").symlink_to(folder / "wide" / "query_encoder")
+    (folder / "BAAI" / "bge-small-en-v1.5").symlink_to(folder / "wide")
     for name in ENCODERS:
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).symlink_to(folder / "saved" / "query_encoder")
+        (folder / name).symlink_to(folder / "saved")
     family_folder("qwen3", folder / "Qwen" / "Qwen3-Embedding-0.6B", texts, positions=256)
     return folder
 

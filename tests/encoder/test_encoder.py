@@ -301,8 +301,7 @@ def test_wrong_folders_and_settings_are_refused(tmp_path):
     with pytest.raises(InputError, match="query tower has width 32, passage tower 64"):
         DualEncoder.load(
             tmp_path / "narrow" / "query_encoder",
-            passage_name=tmp_path / "wide" / "query_encoder", max_query_length=8,
-            max_passage_length=8,
+            passage_name=tmp_path / "wide", max_query_length=8, max_passage_length=8,
         )  # fmt: skip
     with pytest.raises(InputError, match="but the towers are tied"):
         DualEncoder.load(tmp_path / "narrow", passage_name=tmp_path / "wide", tie_towers=True)

@@ -303,7 +303,7 @@ def test_attention_choice_is_not_saved(tmp_path):
     encoder = family_encoder("bert")
     encoder.set_attention("auto", unpad=True)
     encoder.save(tmp_path / "model")
-    assert "contaccum" not in (tmp_path / "model" / "query_encoder" / "config.json").read_text()
+    assert "contaccum" not in (tmp_path / "model" / "config.json").read_text()
     loaded = DualEncoder.load(tmp_path / "model")
     assert loaded.query_tower.backbone.config._attn_implementation == "sdpa"
 
@@ -349,9 +349,7 @@ def test_token_vectors_narrower_than_the_layers(tmp_path):
     np.testing.assert_array_equal(
         DualEncoder.load(tmp_path / "model").encode_queries(["a", "b"]), vectors
     )
-    pooling = json.loads(
-        (tmp_path / "model" / "query_encoder" / "1_Pooling" / "config.json").read_text()
-    )
+    pooling = json.loads((tmp_path / "model" / "1_Pooling" / "config.json").read_text())
     assert pooling["word_embedding_dimension"] == 16
 
 

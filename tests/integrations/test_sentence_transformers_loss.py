@@ -477,7 +477,7 @@ def test_example_script_runs(data, tmp_path):
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     script = ROOT / "examples" / "sentence_transformers_contaccum.py"
     arguments = {
-        "model": tmp_path / "one" / "query_encoder",
+        "model": tmp_path / "one",
         "data": tmp_path / "pairs.jsonl",
         "output": tmp_path / "run",
     }

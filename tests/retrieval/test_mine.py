@@ -288,7 +288,7 @@ def test_it_mines_what_sentence_transformers_mines(name, models, tmp_path):
         Dataset.from_dict(
             {"query": [pair[0] for pair in pairs], "positive": [pair[1] for pair in pairs]}
         ),
-        SentenceTransformer(str(models / "encoder" / "query_encoder"), device="cpu"),
+        SentenceTransformer(str(models / "encoder"), device="cpu"),
         corpus=[content(row) for row in queries.corpus],
         cross_encoder=PeerCrossEncoder(cross, device="cpu") if cross else None,
         output_scores=True,

@@ -143,7 +143,7 @@ def batch_texts(train_set, queries) -> list[str]:
 
 def test_untrained_model_can_be_the_guide(folder):
     """With its settings for this run."""
-    name = str(folder / "guide" / "query_encoder")
+    name = str(folder / "guide")
     changes = {"model.name": name, "loss.guide": name, "optim.max_steps": 1}
     train(config("run", "grad_cache", **changes, **{"model.query_prefix": "red "}))
     queries_and_passages = 2

@@ -148,6 +148,20 @@ def test_tied_towers_log_one_norm_and_stay_equal(data, tmp_path):
     )
 
 
+def test_by_default_one_encoder_is_trained_unless_the_model_has_two(data, tmp_path):
+    def towers(name, **changes):
+        changes = {"model.tie_towers": None, "optim.max_steps": 1} | changes
+        return len(DualEncoder.load(train(train_config(data, tmp_path / name, **changes))).towers)
+
+    assert towers("one") == 1
+    assert towers("two", **{"model.tie_towers": False}) == 2
+    start = {name: {"model.name": str(tmp_path / name)} for name in ("one", "two")}
+    assert towers("on with one", **start["one"]) == 1
+    assert towers("on with two", **start["two"]) == 2
+    other = {"model.passage_name": str(tmp_path / "two" / "model" / "passage_encoder")}
+    assert towers("other", **start["one"], **other) == 2
+
+
 def test_best_dev_model_is_saved(data, tmp_path):
     """At a learning rate that damages the model late, the best model is saved, not the last one."""
     run = tmp_path / "run"
