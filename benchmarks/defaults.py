@@ -2,11 +2,10 @@
 
     python benchmarks/defaults.py --data BEIR_DIR [--model DIR] [--json OUT] [--quick]
 
-Each case is a process that trains as the README shows, with the same data, encoder and N. The
-automatic settings are the precision, padding and the size of micro-batches, and one encoder serves
-queries and passages. Without them, training is in fp32, with two encoders, padding and 8 pairs in a
-micro-batch. Pairs per second are the median over the
-steps after the first three.
+Each case is a process that trains as the README shows, with the same data, model and N. By default
+there is one encoder for queries and passages, and precision, padding and the size of micro-batches
+are automatic. The other cases have two encoders, fp32, padding, and 8 or 64 pairs in a micro-batch.
+Pairs per second are the median over the steps after the first three.
 """
 
 import statistics

@@ -298,7 +298,7 @@ COMMANDS = {
     "train": Command(
         _train,
         "train a retriever with one of six training methods",
-        "Train a retriever: one encoder for queries and passages, or one for each "
+        "Train a retriever: one encoder for queries and passages, or two, one for each "
         "(--model.tie_towers false). Settings come from config files, and options override them.",
         "%(prog)s --data.train DATA --output_dir DIR [--config FILE] [--model.name MODEL] "
         "[--GROUP.FIELD VALUE ...]",

@@ -313,7 +313,7 @@ class ConvertConfig:
     """Format to write."""
     split: str = "train"
     """Split to read from a BEIR folder, or to write into one. From BEIR to BEIR, the other splits
-    are copied."""
+    of the folder are copied."""
     splits: str | None = setting(None, metavar="TRAIN,DEV,TEST")
     """Divide the queries into the splits train, dev and test, with these shares, such as
     0.8,0.1,0.1. A share of 0 writes no such split. Queries with the same text stay together. Only

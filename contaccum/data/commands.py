@@ -285,6 +285,14 @@ def convert(
     if target.exists() and not (to == "beir" and target.is_dir() and not any(target.iterdir())):
         raise InputError(f"{target}: already exists; choose a new path")
     data = open_dataset(source, split, policy)
+    others = []  # splits to copy
+    if to == "beir" and data.kind == "beir":
+        others = [name for name in splits_of(data.path) if name != split]
+    if shares and (existing := [name for name in others if name in shares]):
+        raise InputError(
+            f"--splits {splits} makes a split {existing[0]}, but {source} has one; use a share of "
+            f"0 for {existing[0]}, which keeps its split"
+        )
     # the ids of queries with the same text are kept
     found = data.examples(merge=False)
     if to == "beir":
@@ -328,20 +336,15 @@ def convert(
         lines.append(f"{name}: {counted(chosen.sum(), 'query')}, {judgements}")
     query_ids = set(queries["id"][:])
     other_queries: dict[str, str] = {}  # queries that are only in other splits: query id -> text
-    for name in splits_of(data.path) if data.kind == "beir" else []:
-        if name == split:
-            continue
-        if name in grades:
-            raise InputError(
-                f"--splits {splits} makes a split {name}, but {source} has one; use a share of 0 "
-                f"for {name}, which keeps its split"
-            )
-        other = open_dataset(source, name, policy).retrieval_set
-        other_queries |= {k: text for k, text in other.queries.items() if k not in query_ids}
-        rows = [(key, *one) for key, graded in other.qrels.items() for one in graded.items()]
+    for name in others:
+        qrels = read_grades(qrels_file(data.path, name)).qrels
+        other_queries |= {
+            key: data.queries[key] for key in qrels if key in data.queries and key not in query_ids
+        }
+        rows = [(key, *graded) for key in qrels for graded in qrels[key].items()]
         grades[name] = rows
         judgements = counted(len(rows), "judgement")
-        lines.append(f"{name}: {counted(len(other.queries), 'query')}, {judgements}")
+        lines.append(f"{name}: {counted(len(qrels), 'query')}, {judgements}")
     records = chain(
         beir_records(queries), ({"_id": key, "text": text} for key, text in other_queries.items())
     )

@@ -34,8 +34,8 @@ from contaccum.runtime.sharding import full, is_sharded
 # package of the module classes; old and new versions accept this name
 MODULES = "sentence_transformers.models."
 TWO_TOWERS = """\
-This model has two towers. In sentence-transformers, encode queries with model.encode_query and
-passages with model.encode_document; plain model.encode uses the passage tower.
+This model has two encoders. In sentence-transformers, encode queries with model.encode_query and
+passages with model.encode_document; plain model.encode uses the encoder of passages.
 """
 
 
@@ -43,20 +43,13 @@ def save_encoder(
     query_tower: Tower, passage_tower: Tower, settings: EncoderSettings, folder: Path
 ) -> None:
     """Write the encoders, and the files about the whole model, into an empty folder."""
-    query_length, passage_length = settings.max_query_length, settings.max_passage_length
     if settings.tie_towers:
-        limits = {"max_seq_length": passage_length}
-        if query_length != passage_length:
-            # older versions of sentence-transformers ignore these two lengths
-            limits |= {"query_length": query_length, "document_length": passage_length}
         # SentenceTransformer.encode treats texts as passages
-        _save_tower(query_tower, folder, settings, "document", limits)
+        _save_tower(query_tower, folder, settings, "document")
     else:
         query_name, passage_name = TOWERS
-        limits = {"max_seq_length": query_length}
-        _save_tower(query_tower, folder / query_name, settings, "query", limits)
-        limits = {"max_seq_length": passage_length}
-        _save_tower(passage_tower, folder / passage_name, settings, "document", limits)
+        _save_tower(query_tower, folder / query_name, settings, "query")
+        _save_tower(passage_tower, folder / passage_name, settings, "document")
         query_route = _routed(query_name, query_tower, settings)
         passage_route = _routed(passage_name, passage_tower, settings)
         router = {
@@ -119,14 +112,12 @@ def _write_model(
     write_json(folder / "config_sentence_transformers.json", config)
 
 
-def _save_tower(
-    tower: Tower, folder: Path, settings: EncoderSettings, side: str, limits: dict[str, int]
-) -> None:
-    """Write a tower as a model of sentence-transformers. side: see ``_write_model``.
-
-    limits: maximum lengths, as they are named in sentence_bert_config.json.
-    """
-    write_json(folder / "sentence_bert_config.json", {**limits, "do_lower_case": False})
+def _save_tower(tower: Tower, folder: Path, settings: EncoderSettings, side: str) -> None:
+    """Write a tower as a model of sentence-transformers. side: see ``_write_model``."""
+    # versions of sentence-transformers before 6 end with an error if queries have another length
+    length = settings.max_query_length if side == "query" else settings.max_passage_length
+    limits = {"max_seq_length": length, "do_lower_case": False}
+    write_json(folder / "sentence_bert_config.json", limits)
     _write_model(folder, _modules(tower, settings), settings, side)
     # do not save the truncation and padding of earlier calls
     tower.tokenizer.backend_tokenizer.no_truncation()

@@ -264,7 +264,7 @@ class Auto:
             untrained = load + len(judged.corpus) * test_passage + len(judged.queries) * query
         forward = TRAINING_PASS * (query + (1 + self.data.hard_negatives) * passage)
         state.predicted = {
-            "start": began - self.began,
+            "start": time.monotonic() - self.began,
             "dev": dev,
             "untrained": untrained,
             "bm25": BM25_SHARE * untrained,

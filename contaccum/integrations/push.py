@@ -159,7 +159,7 @@ def write_card(model: Path, repository: str, licence: str | None) -> str:
         query_prefix=repr(settings.query_prefix),
         passage_prefix=repr(settings.passage_prefix),
         prefixes_in_table=[cell(repr(settings.query_prefix)), cell(repr(settings.passage_prefix))],
-        # the transformers example loads neither a Dense layer nor an adapter in a subfolder
+        # the transformers example loads neither Dense layers nor adapters
         plain=not list(model.rglob("*_Dense")) and adapter is None,
         training_sets=", ".join(
             f"`{shown(member['train'])}` ({member['split']})" for member in mixture or [default]

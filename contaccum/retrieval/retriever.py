@@ -326,7 +326,7 @@ def search(
         judged = open_dataset(data, split, policy).retrieval_set
     if output is not None:  # encoding may take hours
         ids = (batch["id"] for batch in column_batches(judged.corpus, ["id"]))
-        require_run_ids(output, chain(judged.queries, *ids))
+        require_run_ids(output, chain(judged.queries, chain.from_iterable(ids)))
     retriever = Retriever.open(model, judged.corpus, settings, group)  # encodes the corpus
     run = retriever.search(judged.queries, k, ignore_identical_ids=judged.skips_own_id)
     if output is not None and group.is_main:

@@ -245,7 +245,7 @@ class Training:
         settings = self.encoder.settings
         self.log.say(
             f"{settings.pooling} pooling, {settings.similarity} similarity, "
-            f"{'one tower' if settings.tie_towers else 'two towers'}, at most "
+            f"{'one encoder' if settings.tie_towers else 'two encoders'}, at most "
             f"{settings.max_query_length} tokens per query and {settings.max_passage_length} per "
             "passage"
         )

@@ -32,8 +32,8 @@ def out_of_memory(error: BaseException) -> bool:
 _ONE_PROCESS = (
     "out of memory outside the forward and backward passes (weights, bank, optimizer or "
     "evaluation); smaller micro-batches do not help there. Start a new run with optim.name "
-    "adamw_8bit, lora.rank, model.tie_towers or a smaller model. If an evaluation failed, continue "
-    "with --resume and a smaller run.eval_batch_tokens."
+    "adamw_8bit, lora.rank, one encoder (model.tie_towers true) or a smaller model. If an "
+    "evaluation failed, continue with --resume and a smaller run.eval_batch_tokens."
 )
 _SEVERAL_PROCESSES = (
     "out of memory in one of several processes; the step cannot be retried, because the other "

@@ -80,8 +80,13 @@ def test_beir_to_beir_keeps_the_other_splits(tmp_path):
     """Also when train is divided: q3 is only in test, q2 in both."""
     source = beir(tmp_path / "s", queries=4)
     beir(source, "q2\tp0\t2\nq3\tp1\t1\nq3\tp2\t0\n", "test", queries=4)
+    hidden = write(source / "qrels" / "hidden.tsv", "q1\tp3\t0\nq9\tp1\t0\n")  # without positives
     said = convert(source, tmp_path / "copy", "beir")
-    assert said.splitlines()[-1] == "test: 2 queries, 3 judgements"
+    assert said.splitlines()[-2:] == [
+        "hidden: 2 queries, 2 judgements", "test: 2 queries, 3 judgements"
+    ]  # fmt: skip
+    copied = tmp_path / "copy" / "qrels" / "hidden.tsv"
+    assert copied.read_text() == "query-id\tcorpus-id\tscore\n" + hidden.read_text()
     convert(source, tmp_path / "divided", "beir", splits="0.7,0.3,0")
     expected = open_retrieval_set(source, "test")
     for folder in (tmp_path / "copy", tmp_path / "divided"):

@@ -30,7 +30,7 @@ def test_without_a_terminal_each_20th_of_a_run_has_a_line(data, tmp_path, capsys
     train(train_config(data, tmp_path / "run", **{"data.dev": str(data)}))
     lines = capsys.readouterr().err.splitlines()
     assert "training: 6 updates of 16 pairs with cont_accum" in lines
-    towers = "mean pooling, cosine similarity, two towers, at most 16 tokens per query and 16 per"
+    towers = "mean pooling, cosine similarity, two encoders, at most 16 tokens per query and 16 per"
     assert f"{towers} passage" in lines
     progress = [line for line in lines if line.startswith("step ") and "loss" in line]
     assert [line.split()[1] for line in progress] == [f"{step}/6" for step in range(1, 7)]
