@@ -286,6 +286,10 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
+        (
+            {"model.name": "tiny", "model.passage_name": "other"},
+            "model.passage_name has no effect with model.name tiny",
+        ),
         ({"replay.share": 0.5}, "replay.share has no effect with method cont_accum"),
         ({"run.early_stopping": 2}, "run.early_stopping has no effect without data.dev"),
         ({"lora.alpha": 3.0}, "the settings of lora have no effect with lora.rank 0"),

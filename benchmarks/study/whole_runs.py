@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=15, help="runs at a time")
     parser.add_argument("--minutes", type=float, default=60, help="no run starts after this time")
     parser.add_argument("--device", default="auto", help="auto or cpu")
-    parser.add_argument("--rows", nargs="+", metavar="ROW", help="only runs of these rows")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, help="only runs of these rows")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     file, end = args.out / "whole.jsonl", time.monotonic() + 60 * args.minutes

@@ -160,6 +160,8 @@ class TrainConfig:
 
     def unused(self) -> Iterator[str]:
         """Yield a sentence for each setting that was changed but has no effect."""
+        if self.model.name == "tiny" and self.model.passage_name is not None:
+            yield "model.passage_name has no effect with model.name tiny"
         if self.lora.rank == 0 and self.lora != AdapterConfig():
             yield "the settings of lora have no effect with lora.rank 0"
         if self.replay.share < 1 and not self.spec.two_pass:

@@ -118,7 +118,7 @@ def _statistics(data: RetrievalDataset, split: str | None) -> Stats:
             f"{data.path}: qrels/<split>.tsv not found; a data set needs at least one split"
         )
     judged = {name: judged_split(data.path, name, data.policy) for name in splits}
-    named = set().union(*(judgements.qrels for judgements in judged.values()))
+    judged_ids = set().union(*(judgements.qrels for judgements in judged.values()))
     in_splits = Counter(
         text
         for judgements in judged.values()
@@ -135,7 +135,7 @@ def _statistics(data: RetrievalDataset, split: str | None) -> Stats:
     return {
         **_passages(data.corpus),
         **_texts("query", "queries", data.queries.values()),
-        "queries without a judgement": len(data.queries.keys() - named),
+        "queries without a judgement": len(data.queries.keys() - judged_ids),
         "queries in several splits": sum(count > 1 for count in in_splits.values()),
         "splits": stats,
     }
@@ -315,16 +315,16 @@ def convert(
             f"{counted(positives.sum(), 'positive')} and "
             f"{counted(negatives.sum(), 'hard negative')}"
         )
-    grades: dict[str, Iterable[tuple[str, str, int]]]
+    grades: dict[str, Iterable[tuple[str, str, int]]] = {}
     if shares is None:
         split_of = [split] * len(answerable)
-        grades = {split: grades_of(examples, found.qrels)}
+        grades[split] = grades_of(examples, found.qrels)
     else:
         split_of = splits_of_queries(found.query_hashes[answerable], shares, seed, str(source))
         divided: dict[str, list[tuple[str, str, int]]] = {name: [] for name in shares}
         for name, example in zip(split_of, examples, strict=True):
             divided[name] += grades_of([example], found.qrels)
-        grades = {**divided}
+        grades.update(divided)
     queries = found.queries.select(answerable)
     judged = positives + negatives
     if found.qrels is not None:

@@ -114,7 +114,8 @@ def _write_model(
 
 def _save_tower(tower: Tower, folder: Path, settings: EncoderSettings, side: str) -> None:
     """Write a tower as a model of sentence-transformers. side: see ``_write_model``."""
-    # versions of sentence-transformers before 6 end with an error if queries have another length
+    # one length, also for tied towers: sentence-transformers before version 6 cannot load a folder
+    # that gives queries a length of their own
     length = settings.max_query_length if side == "query" else settings.max_passage_length
     limits = {"max_seq_length": length, "do_lower_case": False}
     write_json(folder / "sentence_bert_config.json", limits)

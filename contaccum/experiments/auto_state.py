@@ -56,8 +56,8 @@ class State:
 
     The keys are those in STAGES, and also: ``run``, the time that a training run needs in addition
     to its steps (loading, dev evaluation, saving); ``pass``, one forward pass of one pair in
-    training; ``report``; ``start``, from the start of a call to this prediction,
-    which a call after a refusal repeats.
+    training; ``report``; ``start``, from the start of a call to the end of the prediction. A call
+    after a refusal predicts again.
     """
     seconds: dict[str, float] = field(default_factory=dict)
     """Measured seconds, with the keys of ``predicted``. They replace the prediction."""

@@ -217,10 +217,12 @@ def kind_of_data(path: Path) -> Kind:
         raise InputError(f"{path}:1: found {found}; the file must contain {_FILES}{hint}")
     names = {cell.lower() for cell in cells}
     if not names.isdisjoint(USUAL_NAMES["query"]) and not names.isdisjoint(USUAL_NAMES["pos"]):
-        hint = f"give {column_form(str(path), cells)}"
-        if ".tsv" not in name:
-            hint = f"end the file's name with .tsv, and {hint.replace(path.name, 'NAME.tsv')}"
-        raise InputError(f"{path}:1: found the names of columns; to read these columns, {hint}")
+        named = path if ".tsv" in name else path.with_suffix(".tsv")
+        rename = "" if named == path else f"rename the file to {named.name}, and "
+        raise InputError(
+            f"{path}:1: found the names of columns; to read these columns, {rename}give "
+            f"{column_form(str(named), cells)}"
+        )
     if len(cells) == 2:
         is_id = cells[0].split() == [cells[0]] and not cells[1].startswith(("[", '"['))
         if not is_id or ".csv" in name:

@@ -106,7 +106,8 @@ def write_card(model: Path, repository: str, licence: str | None) -> str:
     """
     run = Path(os.path.abspath(model)).parent
     files = read_encoder(str(model))
-    settings, tower = make_settings(files.settings, str(model)), model / files.query.subfolder
+    settings = make_settings(files.settings, str(model))
+    tower = model / files.query.subfolder
     config = flat(read_config(run)) if (run / CONFIG_FILE).is_file() else {}
 
     adapter = optional_json(str(tower), ADAPTER_FILE, AdapterFile)

@@ -444,7 +444,7 @@ class Engine(Processes):
             self.sum([squares])
             stacked = squares.sqrt()
         found = stacked.tolist()
-        return found[0], found[-1]
+        return found[0], found[-1]  # tied towers have one norm
 
     def clip(self, norm: float, limit: float) -> float:
         """Scale all gradients down if ``norm``, their joint L2 norm, is above ``limit``.
