@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from contaccum import DualEncoder, TrainConfig, train
 from contaccum.config import with_changes
 from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, SearchConfig
 from contaccum.data.dataset import open_dataset
+from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.evaluation.evaluate import evaluate
 from contaccum.retrieval.mine import mine
 from contaccum.runtime.processes import encoding_device
@@ -40,6 +42,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "bank": {"method": "cont_cache", **AGED},
 }
 ONE_PASS = ("cont_accum", "cont_accum_aged", "grad_accum")
+ALL_AT_ONCE = ("replay_bank", "bank")  # rows that push all pairs of an update to a bank at once
 GRID = [(pairs, rate) for pairs in (16, 32, 64) for rate in (5e-5, 1e-4, 2e-4, 4e-4)]
 OTHER = {"api": "medquad", "medquad": "api"}
 MICRO = 8  # pairs in memory
@@ -78,9 +81,11 @@ def job(data: str, row: str, choice: Choice, seconds: int, seed: int, negatives:
         "updates": max(1, round(seconds / seconds_of_update(row, pairs, data, negatives))),
         "settings": {
             **ROWS[row], "batch.global_batch_size": pairs, "optim.learning_rate": rate,
-            # methods with two passes have the same gradients in one micro-batch
-            "batch.micro_batch_size": MICRO if row in ONE_PASS else pairs,
+            # methods with two passes have the same gradients in larger micro-batches
+            "batch.micro_batch_size": MICRO if row in ONE_PASS else min(pairs, 128),
             "data.hard_negatives": negatives,
+            # a bank holds at least what one push adds
+            **({"bank.size": pairs} if row in ALL_AT_ONCE and pairs > 64 else {}),
         },
         "evaluate": sets,
     }  # fmt: skip
@@ -136,6 +141,23 @@ def rungs(data: str, row: str, done: Done) -> tuple[list[Job], Choice | None]:
     return jobs, max(third, key=lambda choice: sum(dev_score(run, done) for run in third[choice]))
 
 
+def longer(data: str, row: str, done: Done) -> Iterator[Job]:
+    """Yield the runs of 3,600 s of a row with the N and rate that won at 900 s."""
+    _, choice = rungs(data, row, done)
+    if choice:
+        yield from (job(data, row, choice, 3600, seed) for seed in range(3))
+
+
+def larger(data: str, row: str, done: Done) -> Iterator[Job]:
+    """Yield the runs of 3,600 s with N = 512: one seed of each rate, three of the best."""
+    first = [job(data, row, (512, rate), 3600, 0) for rate in (1e-4, 2e-4, 4e-4, 8e-4)]
+    yield from first
+    if all(each["name"] in done for each in first):
+        best = max(first, key=lambda each: dev_score(each, done))
+        rate = best["settings"]["optim.learning_rate"]
+        yield from (job(data, row, (512, rate), 3600, seed) for seed in (1, 2))
+
+
 def plan(done: Done) -> Iterator[Job]:
     """Yield the jobs that can be known now, the most important first."""
     for data in OTHER:
@@ -147,6 +169,11 @@ def plan(done: Done) -> Iterator[Job]:
             yield from jobs
             if choice:
                 yield from (job(data, row, choice, 900, seed) for seed in (3, 4))
+        if row == "cont_accum":
+            for main in ("grad_cache", "replay_bank"):
+                for data in OTHER:
+                    yield from longer(data, main, done)
+                    yield from larger(data, main, done)
         if row != "replay_bank":  # mined negatives for the two main rows, when both are known
             continue
         for data in OTHER:
@@ -163,11 +190,15 @@ def plan(done: Done) -> Iterator[Job]:
                         for count in (1, 3)
                         for factor in (1, 0.5)
                     )
-    for row in ("grad_cache", "replay_bank", "cont_accum_aged", "replay"):
+    for row in ("cont_accum_aged", "replay"):
         for data in OTHER:
-            _, choice = rungs(data, row, done)
-            if choice:
-                yield from (job(data, row, choice, 3600, seed) for seed in range(3))
+            yield from longer(data, row, done)
+
+
+@cache
+def judged_set(folder: Path, split: str) -> RetrievalSet:
+    """Return a set for evaluation, read once in each process."""
+    return open_dataset(str(folder), split, DataPolicy(repair=True)).retrieval_set
 
 
 def run(job: Job, sets: Path, model: Path, out: Path, device: str) -> Job:
@@ -203,9 +234,7 @@ def run(job: Job, sets: Path, model: Path, out: Path, device: str) -> Job:
         scores = {}
         for name in job["evaluate"]:
             folder_name, split = name.split("/")
-            judged = open_dataset(
-                str(sets / folder_name), split, DataPolicy(repair=True)
-            ).retrieval_set
+            judged = judged_set(sets / folder_name, split)
             found = evaluate(loaded.to(encoding_device(device)), judged, k=100, settings=settings)
             per_query = found["per_query"]
             scores[name] = {
