@@ -119,13 +119,13 @@ def test_presets_are_laid_over_a_config_without_a_warning(memory, fast, capsys, 
     assert made.bank_size() == (128 if fast else 0)
 
 
-def test_the_replay_preset_uses_small_updates_and_a_bank(capsys, recwarn):
+def test_the_replay_preset_keeps_the_pairs_of_an_update_in_a_bank(capsys, recwarn):
     options = ["--config", "presets/replay", "--output_dir", "x", "--data.train", "x"]
     made = from_mapping(print_config(capsys, CONFIGS[0].parent / "finetune.yaml", *options))
     validate(made)
     assert not [str(one.message) for one in recwarn if "no effect" in str(one.message)]
-    assert (made.method, made.bank_size(), made.replay_share) == ("cont_cache", 64, 0.5)
-    assert made.batch.global_batch_size == 2 * made.micro_batch_size(1)
+    assert (made.method, made.bank_size(), made.replay_share) == ("cont_cache", 128, 0.5)
+    assert (made.batch.global_batch_size, made.model.dropout) == (128, 0)
 
 
 SHARED = "method: cont_cache\nreplay: {share: 0.5}\n"
