@@ -195,6 +195,10 @@ def plan(done: Done) -> Iterator[Job]:
             yield from longer(data, row, done)
 
 
+def mined_file(out: Path, data: str) -> Path:
+    return out / f"{data}-mined.jsonl"
+
+
 @cache
 def judged_set(folder: Path, split: str) -> RetrievalSet:
     """Return a set for evaluation, read once in each process."""
@@ -204,7 +208,7 @@ def judged_set(folder: Path, split: str) -> RetrievalSet:
 def run(job: Job, sets: Path, model: Path, out: Path, device: str) -> Job:
     """Make one run in a process of the pool; return the job with its scores, or with its error."""
     torch.set_num_threads(1)
-    mined, folder = out / f"{job['set']}-mined.jsonl", out / "runs" / job["name"]
+    mined, folder = mined_file(out, job["set"]), out / "runs" / job["name"]
     settings, data = SearchConfig(cache=False), str(sets / job["set"])
     try:
         if job["row"] == "mine":
@@ -263,6 +267,9 @@ def main() -> None:
     file, end = args.out / "whole.jsonl", time.monotonic() + 60 * args.minutes
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     done: Done = {row["name"]: row for row in map(json.loads, lines)}
+    for data in OTHER:  # whole.jsonl may come from another machine, without the mined passages
+        if not mined_file(args.out, data).exists():
+            done.pop(f"{data}-mine", None)
     running: dict[Future[Job], str] = {}
     where = (args.sets.resolve(), args.model.resolve(), args.out.resolve(), args.device)
     pool = ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn"))
