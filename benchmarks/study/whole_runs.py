@@ -42,7 +42,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "bank": {"method": "cont_cache", **AGED},
 }
 ONE_PASS = ("cont_accum", "cont_accum_aged", "grad_accum")
-ALL_AT_ONCE = ("replay_bank", "bank")  # rows that push all pairs of an update to a bank at once
 GRID = [(pairs, rate) for pairs in (16, 32, 64) for rate in (5e-5, 1e-4, 2e-4, 4e-4)]
 OTHER = {"api": "medquad", "medquad": "api"}
 MICRO = 8  # pairs in memory
@@ -84,8 +83,8 @@ def job(data: str, row: str, choice: Choice, seconds: int, seed: int, negatives:
             # methods with two passes have the same gradients in larger micro-batches
             "batch.micro_batch_size": MICRO if row in ONE_PASS else min(pairs, 128),
             "data.hard_negatives": negatives,
-            # a bank holds at least what one push adds
-            **({"bank.size": pairs} if row in ALL_AT_ONCE and pairs > 64 else {}),
+            # cont_cache pushes all pairs of an update at once, so the bank holds as many
+            **({"bank.size": max(pairs, 64)} if ROWS[row]["method"] == "cont_cache" else {}),
         },
         "evaluate": sets,
     }  # fmt: skip
@@ -141,13 +140,6 @@ def rungs(data: str, row: str, done: Done) -> tuple[list[Job], Choice | None]:
     return jobs, max(third, key=lambda choice: sum(dev_score(run, done) for run in third[choice]))
 
 
-def longer(data: str, row: str, done: Done) -> Iterator[Job]:
-    """Yield the runs of 3,600 s of a row with the N and rate that won at 900 s."""
-    _, choice = rungs(data, row, done)
-    if choice:
-        yield from (job(data, row, choice, 3600, seed) for seed in range(3))
-
-
 def larger(data: str, row: str, done: Done) -> Iterator[Job]:
     """Yield the runs of 3,600 s with N = 512: one seed of each rate, three of the best."""
     first = [job(data, row, (512, rate), 3600, 0) for rate in (1e-4, 2e-4, 4e-4, 8e-4)]
@@ -169,11 +161,6 @@ def plan(done: Done) -> Iterator[Job]:
             yield from jobs
             if choice:
                 yield from (job(data, row, choice, 900, seed) for seed in (3, 4))
-        if row == "cont_accum":
-            for main in ("grad_cache", "replay_bank"):
-                for data in OTHER:
-                    yield from longer(data, main, done)
-                    yield from larger(data, main, done)
         if row != "replay_bank":  # mined negatives for the two main rows, when both are known
             continue
         for data in OTHER:
@@ -190,9 +177,14 @@ def plan(done: Done) -> Iterator[Job]:
                         for count in (1, 3)
                         for factor in (1, 0.5)
                     )
-    for row in ("cont_accum_aged", "replay"):
+    for row in ("grad_cache", "replay_bank", "cont_accum_aged", "replay"):
         for data in OTHER:
-            yield from longer(data, row, done)
+            _, choice = rungs(data, row, done)
+            if choice:
+                yield from (job(data, row, choice, 3600, seed) for seed in range(3))
+    for row in ("grad_cache", "replay_bank"):
+        for data in OTHER:
+            yield from larger(data, row, done)
 
 
 def mined_file(out: Path, data: str) -> Path:
