@@ -82,8 +82,10 @@ RECIPES: tuple[dict[str, str], ...] = (
 )
 """Methods to try, each with its settings. Without time to choose, the first one is used: it is also
 the method of ``train`` and of the config ``finetune``."""
-BATCHES = (16, 64, 256)
-"""Global batch sizes to try. The bank size is always 4 times the global batch size."""
+BATCHES = (16, 64, 128)
+"""Global batch sizes to try."""
+LEAST_BANK = 64
+"""Bank size of a smaller global batch. A larger one has a bank of its own size."""
 RATES = (1.0, 2.0, 0.5)
 """Learning rates to try, as multiples of ``optim.learning_rate``."""
 CHOSEN = (
@@ -608,7 +610,7 @@ def encoding_seconds(
 
 
 def _batch(pairs: int) -> dict[str, str]:
-    return {"batch.global_batch_size": str(pairs), "bank.size": str(4 * pairs)}
+    return {"batch.global_batch_size": str(pairs), "bank.size": str(max(pairs, LEAST_BANK))}
 
 
 def described(values: Values) -> str:
