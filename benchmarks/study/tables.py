@@ -8,7 +8,7 @@ them.
 
 Mean and standard deviation are over seeds. Tests are paired, against the reference of the table:
 `perm` flips signs of the queries' differences, `both` counts seeds and queries as drawn at random
-(min F'); Holm's correction is over the table's rows. Of a setting with several learning rates the
+(``over_both``); Holm's correction is over the table's rows. Of a setting with several learning rates the
 one best on dev by its mean over seeds is shown, so the test data choose nothing.
 """
 

@@ -53,8 +53,8 @@ class Comparison:
     p_permutation: float  # two-sided p of the permutation test over queries
     p_t: float  # two-sided p of the t-test over queries
     p_both: float | None
-    """Two-sided p over queries and seeds, see ``over_both``. None: the systems have fewer than two
-    common seeds."""
+    """Two-sided p over queries and seeds, see ``over_both``. Runs with the same seed form a pair. If
+    there are fewer than two such pairs, any two runs do. None: a system has only one run."""
 
 
 def mean_interval(values: ArrayLike, seed: int = 0) -> tuple[float, float]:
@@ -75,8 +75,9 @@ def mean_interval(values: ArrayLike, seed: int = 0) -> tuple[float, float]:
 def permutation_test(differences: ArrayLike, seed: int = 0) -> float:
     """Return the two-sided p of the paired permutation test. differences: per query, (n,).
 
-    A flip changes the signs of some differences. p is the share of flips whose mean is at least as
-    far from 0 as the mean of the given differences. With up to 13 differences, the test uses all
+    A flip changes the signs of some differences. Two shares of the flips are computed: those whose
+    mean is at least as high as that of the given differences, and those whose mean is at most as
+    high. p is twice the smaller share, but at most 1. With up to 13 differences, the test uses all
     flips, and p is exact. With more, it estimates p from 9,999 random flips. The given differences,
     with no sign changed, count as one more flip. seed: seed of the random flips. Sources: Fisher
     1935; for retrieval, Smucker, Allan and Carterette 2007.
@@ -113,26 +114,29 @@ def t_test(differences: ArrayLike) -> tuple[float, float]:
 
 
 def over_both(differences: ArrayLike) -> float:
-    """Return the two-sided p of Clark's min F' test, which treats seeds and queries as random.
+    """Return a two-sided p of a test that treats seeds and queries as random.
 
     differences: (seeds, queries).
 
-    F1 is t^2 of the t-test on the queries' means over seeds. F2 is t^2 of the t-test on the seeds'
+    p is that of Clark's min F' test or that of a t-test on the seeds' means, whichever is larger.
+    With two or three seeds, min F' alone is too often small: of equal systems that differ mainly by
+    their seeds, it calls 13 % and 9 % different at the level 0.05. F1 is t^2 of the t-test on the queries' means over seeds. F2 is t^2 of the t-test on the seeds'
     means over queries. min F' = F1 F2 / (F1 + F2) has the distribution F(1, j), where j = (F1 +
-    F2)^2 / (F1^2 / (seeds - 1) + F2^2 / (queries - 1)). The test is conservative: p may be too
-    large. Source: Clark 1973, "The language-as-fixed-effect fallacy".
+    F2)^2 / (F1^2 / (seeds - 1) + F2^2 / (queries - 1)). Source: Clark 1973, "The
+    language-as-fixed-effect fallacy".
     """
     values = np.asarray(differences, dtype=np.float64)
     seeds, queries = values.shape
-    first, second = t_test(values.mean(0))[0] ** 2, t_test(values.mean(1))[0] ** 2
+    over_queries, p_queries = t_test(values.mean(0))
+    over_seeds, p_seeds = t_test(values.mean(1))
+    first, second = over_queries**2, over_seeds**2
     if not (first > 0 and second > 0):
         return 1.0
-    if np.isinf(first) or np.isinf(
-        second
-    ):  # no variation over queries (seeds): test over the seeds (queries) only
-        return t_test(values.mean(0))[1] if np.isinf(second) else t_test(values.mean(1))[1]
+    if np.isinf(first) or np.isinf(second):  # no variation over queries, or none over seeds
+        return max(p_queries, p_seeds)
     freedom = (first + second) ** 2 / (first**2 / (seeds - 1) + second**2 / (queries - 1))
-    return float(stats.f.sf(first * second / (first + second), 1, freedom))
+    min_f = float(stats.f.sf(first * second / (first + second), 1, freedom))
+    return max(min_f, p_seeds)
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -177,7 +181,10 @@ def compare(
         one = dict.fromkeys(two, one[None])
     elif None in two:
         two = dict.fromkeys(one, two[None])
-    by_seed = [one[seed] - two[seed] for seed in one if seed in two]
+    pairs = [(one[seed], two[seed]) for seed in one if seed in two]
+    if len(pairs) < 2:
+        pairs = list(zip(one.values(), two.values(), strict=False))
+    by_seed = [ours - theirs for ours, theirs in pairs]
     return Comparison(
         difference=mean,
         low=mean - half_interval,

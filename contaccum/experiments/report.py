@@ -170,8 +170,8 @@ def results_section(
             f"{counted(found[0].found.queries, 'query')}, the "
             "interval is over queries. p queries (a permutation test with sign flips) asks whether "
             "the difference of these trained models holds for other queries. p asks whether it "
-            "holds for other queries and other seeds (min F', Clark 1973); with fewer than two "
-            "seeds, it is p queries. Both are two-sided, and corrected by Holm's method for the "
+            "holds for other queries and other seeds (min F', Clark 1973, but at least the p of a "
+            "t-test over the seeds); if one of the two has a single seed, it is p queries. Both are two-sided, and corrected by Holm's method for the "
             f"{len(found)} comparisons of this report. If the reference method has several "
             "settings, its best setting is the reference."
         )

@@ -99,14 +99,23 @@ def test_holm_by_hand():
     assert holm([]) == []
 
 
-def test_min_f_by_hand():
-    """Means over seeds 1, 3, 2, 2 (t^2 = 24 on 3) and over queries 1.5, 2.5 (t^2 = 16 on 1): min F'
-    = 9.6 on 1 and 2.7..."""
+def min_f(over_queries: float, over_seeds: float, queries: int, seeds: int) -> float:
+    """p of Clark's min F', from the two values of t^2."""
+    both = over_queries + over_seeds
+    freedom = both**2 / (over_queries**2 / (seeds - 1) + over_seeds**2 / (queries - 1))
+    return stats.f.sf(over_queries * over_seeds / both, 1, freedom)
+
+
+def test_p_over_both_by_hand():
+    """Means 1, 3, 2, 2 of one side (t^2 = 24) and 1.5, 2.5 of the other (t^2 = 16)."""
     differences = np.array([[0.5, 2.5, 1.5, 1.5], [1.5, 3.5, 2.5, 2.5]])
-    first, second = 24.0, 16.0
-    freedom = (first + second) ** 2 / (first**2 / 1 + second**2 / 3)
-    assert over_both(differences) == pytest.approx(stats.f.sf(9.6, 1, freedom))
-    assert over_both(differences) > t_test(differences.mean(0))[1]
+    four_seeds = over_both(differences.T)
+    assert four_seeds == pytest.approx(min_f(16.0, 24.0, queries=2, seeds=4))
+    assert four_seeds > t_test(differences.mean(0))[1]
+    # with two seeds, the t-test over them has the larger p
+    two_seeds = over_both(differences)
+    assert two_seeds == pytest.approx(2 * stats.t.sf(4.0, 1))
+    assert two_seeds > min_f(24.0, 16.0, queries=4, seeds=2)
 
 
 def system(rng, mean: float, seeds: int, queries: int = 60, spread: float = 0.0) -> dict:
@@ -122,19 +131,27 @@ def system(rng, mean: float, seeds: int, queries: int = 60, spread: float = 0.0)
     }
 
 
-def test_false_alarms_are_as_rare_as_the_level_says():
-    """Negative control: systems of equal worth, 200 pairs of them.
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_false_alarms_are_as_rare_as_the_level_says(seeds):
+    """Systems of equal worth, 1,000 pairs of them.
 
-    Where seeds differ in luck, that luck passes for a
-    difference in the tests over queries, not in the test over both."""
+    Where seeds differ in luck, that luck passes for a difference in the tests over queries, and
+    with few seeds too often in min F'."""
     rng = np.random.default_rng(1)
-    equal = rng.normal(0, 1, (200, 3, 60))
-    assert np.mean([t_test(values.mean(0))[1] < 0.05 for values in equal]) < 0.1
-    lucky = equal + rng.normal(0, 0.3, (200, 3, 1))
+    equal = rng.normal(0, 1, (1000, seeds, 60))
+    assert np.mean([t_test(values.mean(0))[1] < 0.05 for values in equal]) < 0.07
+    lucky = equal + rng.normal(0, 0.5, (1000, seeds, 1))
+    for level, most in ((0.05, 0.07), (0.01, 0.02)):
+        assert np.mean([over_both(values) < level for values in lucky]) < most
     assert np.mean([t_test(values.mean(0))[1] < 0.05 for values in lucky]) > 0.3
-    assert np.mean([over_both(values) < 0.05 for values in lucky]) < 0.1
-    few = equal[:40, 0, :10]
-    assert np.mean([permutation_test(values) < 0.05 for values in few]) < 0.2
+    if seeds < 5:
+        alone = [
+            min_f(t_test(values.mean(0))[0] ** 2, t_test(values.mean(1))[0] ** 2, 60, seeds) < 0.01
+            for values in lucky
+        ]
+        assert np.mean(alone) > 0.03
+    few = equal[:200, 0, :10]
+    assert np.mean([permutation_test(values) < 0.05 for values in few]) < 0.1
 
 
 def test_a_real_difference_is_found_and_measured():
@@ -154,8 +171,20 @@ def test_a_system_without_seeds_stands_against_each_seed():
     seedless = {None: system(rng, 0, 1)[0]}
     assert compare(system(rng, 0.5, 4), seedless, "ndcg@10").p_both < 0.05
     assert compare(seedless, seedless, "ndcg@10").p_both is None
-    # one common seed: its luck is unknown
+    # one run of a system: its luck is unknown
     assert compare(system(rng, 0.5, 4), system(rng, 0, 1), "ndcg@10").p_both is None
+
+
+def test_systems_with_other_seeds_are_compared_over_seeds_too():
+    """Equal systems, whose seeds differ in luck."""
+    rng = np.random.default_rng(5)
+    small = []
+    for _ in range(40):
+        first, second = (system(rng, 0, 3, spread=0.3) for _ in range(2))
+        moved = {seed + 3: values for seed, values in second.items()}
+        small.append(compare(first, moved, "ndcg@10").p_both < 0.05)
+    assert np.mean(small) < 0.2
+    assert compare(first, moved, "ndcg@10").p_both == compare(first, second, "ndcg@10").p_both
 
 
 def test_other_queries_and_unknown_measures_are_refused():
