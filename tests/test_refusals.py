@@ -636,7 +636,8 @@ ADDED: list[tuple[dict[str, str], list[str]]] = [
       "train.tsv:6: unknown query id 'q8'; queries.jsonl has no such id"]),
 ]  # fmt: skip
 PAIRS = [{"query": f"query {n}", "pos": ["good"], "neg": ["bad"]} for n in range(3)]
-RECORDS = [DPR, DPR | {"question": " "}, 5, DPR | {"positive_ctxs": [CONTEXT | {"text": " "}]}]
+NO_TEXT = CONTEXT | {"title": "", "text": " "}
+RECORDS = [DPR, DPR | {"question": " "}, 5, DPR | {"positive_ctxs": [NO_TEXT]}]
 # file, its content -> what ``data check`` says
 SPOILT: list[tuple[str, str, list[str]]] = [
     ("train.jsonl", lines(PAIRS[0], PAIRS[1] | {"pos": 5}, PAIRS[0], PAIRS[2] | {"pos": [""]}),

@@ -56,9 +56,10 @@ from contaccum.formats.records import (
     Example,
     Passage,
     whole_records,
+    without_blanks,
     write_beir_folder,
 )
-from contaccum.formats.training import FORMATS, Form, example_line, framed
+from contaccum.formats.training import FORMATS, Form, TrainingKind, example_line, framed
 from contaccum.runtime.files import sweep, whole_folder
 from contaccum.runtime.units import counted
 
@@ -308,13 +309,7 @@ def convert(
     positives = found.positives.lengths[answerable]
     negatives = found.negatives.lengths[answerable]
     if to != "beir":
-        with whole_records(target) as file:
-            file.writelines(framed((example_line(example, to) for example in examples), to))
-        return (
-            f"{target}: {counted(len(answerable), 'query')} with "
-            f"{counted(positives.sum(), 'positive')} and "
-            f"{counted(negatives.sum(), 'hard negative')}"
-        )
+        return _write_examples(target, examples, to)
     grades: dict[str, Iterable[tuple[str, str, int]]] = {}
     if shares is None:
         split_of = [split] * len(answerable)
@@ -351,6 +346,42 @@ def convert(
     with whole_folder(target) as folder:
         write_beir_folder(folder, beir_records(found.passages), records, grades)
     return "\n".join(lines)
+
+
+def _write_examples(target: Path, examples: Iterable[Example], to: TrainingKind) -> str:
+    """Write examples to a file. Return a line with their number.
+
+    Passages with an empty text are left out, and so are queries without another positive, because
+    training refuses them.
+    """
+    written: Counter[str] = Counter()
+    empty: Counter[str] = Counter()
+
+    def lines() -> Iterator[bytes]:
+        for example in examples:
+            kept = without_blanks(example)
+            empty["passage"] += len(example.positives) - len(kept.positives)
+            empty["passage"] += len(example.negatives) - len(kept.negatives)
+            if not kept.positives:
+                empty["query"] += 1
+                continue
+            written["query"] += 1
+            written["positive"] += len(kept.positives)
+            written["hard negative"] += len(kept.negatives)
+            yield example_line(kept, to)
+
+    with whole_records(target) as file:
+        file.writelines(framed(lines(), to))
+    if empty["passage"]:
+        warnings.warn(
+            f"{target}: left out {counted(empty['passage'], 'judgement')} of passages with an "
+            f"empty text, and {counted(empty['query'], 'query')} without another positive",
+            stacklevel=3,
+        )
+    queries, positives, negatives = (
+        counted(written[name], name) for name in ("query", "positive", "hard negative")
+    )
+    return f"{target}: {queries} with {positives} and {negatives}"
 
 
 def _shares(splits: str, to: Form) -> dict[str, float]:

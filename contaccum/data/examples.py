@@ -227,7 +227,7 @@ def build_examples(path: Path, folder: Path, on_error: OnError = stop) -> dict[s
     examples = numbered_examples(path, on_error)
     for location, example in Progress.over(examples, f"reading {path.name}", "examples"):
         lists = (example.positives, example.negatives, example.others)
-        empty = next((each for part in lists for each in part if is_blank(each.text)), None)
+        empty = next((each for part in lists for each in part if is_blank(each.content)), None)
         if is_blank(example.query.text) or empty:
             what, key = ("passage", empty.id) if empty else ("query", example.query.id)
             on_error(location.error(f"{what} {key!r} has an empty text; every {what} needs a text"))

@@ -17,6 +17,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import compress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -114,6 +115,24 @@ class Example(NamedTuple):
 def is_blank(text: str) -> bool:
     """Return whether a text is empty or contains only white space."""
     return not text or text.isspace()
+
+
+def without_blanks(example: Example) -> Example:
+    """Return an example without the passages that have neither a title nor a text.
+
+    A corpus may have such passages, but a file of examples may not.
+    """
+    lists = (example.positives, example.negatives, example.others)
+    kept = [[not is_blank(passage.content) for passage in passages] for passages in lists]
+    positives, negatives, others = (
+        list(compress(passages, keep)) for passages, keep in zip(lists, kept, strict=True)
+    )
+    scores = example.scores
+    if scores is not None:
+        scores = TeacherScores(
+            list(compress(scores.positives, kept[0])), list(compress(scores.negatives, kept[1]))
+        )
+    return Example(example.query, positives, negatives, others, scores)
 
 
 def content_id(title: str, text: str) -> str:

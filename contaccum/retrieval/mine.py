@@ -19,7 +19,7 @@ from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, Sea
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.identity import text_hash
 from contaccum.errors import InputError
-from contaccum.formats.records import Passage, TeacherScores, whole_records
+from contaccum.formats.records import Passage, TeacherScores, whole_records, without_blanks
 from contaccum.formats.training import TrainingKind, example_line, framed
 from contaccum.retrieval.encode import Texts, load_encoder_of, passage_vectors
 from contaccum.retrieval.negatives import CrossEncoder, MiningQueries, select_negatives
@@ -52,25 +52,28 @@ def mine_part(
     stop: int,
 ) -> list[Mined]:
     """Mine the examples ``start`` to ``stop`` - 1. to: format of the output."""
-    examples = list(queries.examples.part(start, stop))
-    positives = [queries.positives(example) for example in examples]
-    known = [queries.known(example) for example in examples]
+    part = enumerate(map(without_blanks, queries.examples.part(start, stop)), start)
+    numbered = [(number, example) for number, example in part if example.positives]
+    positives = [queries.positives(example) for _, example in numbered]
+    known = [queries.known(example) for _, example in numbered]
     # search deeper by the number of known passages, so that range_max candidates remain when they
     # are left out
     depth = settings.range_max + max(map(len, known), default=0)
-    texts = {str(number): example.query.text for number, example in enumerate(examples, start)}
+    texts = {str(number): example.query.text for number, example in numbered}
     results = []
-    for number, ranking in enumerate(retriever.rank(texts, depth, positives)):
-        example = examples[number]
+    for place, ranking in enumerate(retriever.rank(texts, depth, positives)):
+        number, example = numbered[place]
         # (candidates,), descending
-        kept = ~np.isin(ranking.rows, list(known[number]))
+        kept = ~np.isin(ranking.rows, list(known[place]))
         rows, scores = ranking.rows[kept], ranking.scores[kept]
         candidates = list(Passage.of_columns(queries.corpus[rows[: settings.range_max]]))
-        copies = known[number].difference(positives[number]).intersection(ranking.rows.tolist())
+        copies = known[place].difference(positives[place]).intersection(ranking.rows.tolist())
         best: dict[int, int] = {}  # hash of a text -> position of the best candidate with this text
         for position, passage in enumerate(candidates):
             best.setdefault(text_hash(passage.content), position)
         removed = {"same text": len(copies) + len(candidates) - len(best)}
+        if best.pop(text_hash(""), None) is not None:
+            removed["empty text"] = 1
         candidates = [candidates[position] for position in best.values()]
         scores, positive_scores = scores[list(best.values())], ranking.positives
         if cross_encoder is not None:
@@ -79,7 +82,7 @@ def mine_part(
             positive_scores, scores = np.split(both, [len(example.positives)])
             order = np.argsort(-scores, kind="stable")
             candidates, scores = [candidates[position] for position in order], scores[order]
-        selected = select_negatives(scores, positive_scores, settings, start + number)
+        selected = select_negatives(scores, positive_scores, settings, number)
         teacher = TeacherScores(positive_scores.tolist(), scores[selected.indices].tolist())
         negatives = [candidates[position] for position in selected.indices]
         line = example_line(example._replace(negatives=negatives, scores=teacher), to)
@@ -245,7 +248,13 @@ def mine(
         for _ in mined:
             pass
         return {}
-    return write_mined(output, mined, mining, to, about)
+    report = write_mined(output, mined, mining, to, about)
+    if left_out := len(queries.examples) - report["queries"]:
+        warnings.warn(
+            f"{data}: left out {counted(left_out, 'query')} whose positives all have an empty text",
+            stacklevel=2,
+        )
+    return report
 
 
 def about_path(output: str | Path) -> Path:

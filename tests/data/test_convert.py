@@ -8,6 +8,7 @@ import pytest
 from helpers import open_corpus, open_retrieval_set, read_examples
 from tiny_data import beir, context, dpr, lines, write
 
+from contaccum.config import DataPolicy
 from contaccum.data.commands import convert
 from contaccum.errors import InputError
 from contaccum.evaluation.evaluate import evaluate
@@ -237,3 +238,26 @@ def test_dropped_teacher_scores_give_one_warning(form, tmp_path):
     assert len(said) == 1
     assert form == "beir" or b"score" not in (tmp_path / "t").read_bytes()
     assert meaning(tmp_path / "t") == meaning(source)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "beir"])
+def test_passages_without_a_text_are_left_out_of_files(form, tmp_path):
+    """Training refuses them; a passage with only a title is one."""
+    source = beir(tmp_path / "source")
+    with (source / "corpus.jsonl").open("a") as file:
+        file.write('{"_id": "none", "title": " ", "text": ""}\n')
+        file.write('{"_id": "titled", "title": "only a title", "text": ""}\n')
+    with (source / "queries.jsonl").open("a") as file:
+        file.write('{"_id": "unanswered", "text": "is there nothing?"}\n')
+        file.write('{"_id": "answered", "text": "is there a title?"}\n')
+    with (source / "qrels" / "train.tsv").open("a") as file:
+        file.write("unanswered\tnone\t1\nanswered\ttitled\t1\nanswered\tnone\t1\n")
+    expected = meaning(beir(tmp_path / "other"))
+    policy = DataPolicy(repair=True)
+    target = tmp_path / "target"
+    with pytest.warns(UserWarning, match="left out 2 judgements of .* and 1 query without another"):
+        said = convert(source, target, form, policy=policy)
+    assert "4 queries" in said
+    assert meaning(target) == expected | {
+        ("answered", "is there a title?"): ({"titled": "only a title"}, {})
+    }

@@ -18,7 +18,7 @@ from word_encoder import WordEncoder
 
 from contaccum import DualEncoder
 from contaccum.cli import main
-from contaccum.config.commands import EncoderConfig, MineConfig, SearchConfig
+from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, SearchConfig
 from contaccum.data.commands import convert
 from contaccum.encoder import EncoderSettings, tiny_tower
 from contaccum.errors import InputError
@@ -140,6 +140,34 @@ def all_inner_products(queries: MiningQueries) -> dict[str, dict[str, float]]:
         query: dict(zip(ids, map(float, row.astype(np.float32)), strict=True))
         for query, row in zip(asked, vectors[0] @ vectors[1].T, strict=True)
     }
+
+
+@pytest.mark.parametrize("to", ["jsonl", "dpr", "tevatron"])
+def test_a_passage_without_a_text_is_neither_negative_nor_positive(to, data, tmp_path):
+    """Training refuses such a passage; one with only a title is fine."""
+    with (data / "corpus.jsonl").open("a") as file:
+        file.write('{"_id": "none", "title": "", "text": ""}\n')
+        file.write('{"_id": "titled", "title": "fox cat owl bear", "text": ""}\n')
+    with (data / "queries.jsonl").open("a") as file:
+        file.write('{"_id": "unanswered", "text": "where is nothing"}\n')
+    with (data / "qrels" / "train.tsv").open("a") as file:
+        file.write("unanswered\tnone\t1\nq3\tnone\t1\n")
+    policy, output = DataPolicy(repair=True), tmp_path / "mined"
+    wanted = MineConfig(num_negatives=60, range_max=60)
+    with pytest.warns(UserWarning, match="left out 1 query whose positives all have an empty"):
+        report = mine("bm25", data, output, to=to, mining=wanted, policy=policy)
+    assert report["queries"] == 40
+    queries = MiningQueries(open_examples(data, repair=True))
+    found = list(mine_all(queries, dense(queries), wanted, to))
+    assert sum(example["removed"].get("empty text", 0) for example in found) > 0
+    write_mined(tmp_path / "dense", found, wanted, to, {})
+    for file in (output, tmp_path / "dense"):
+        examples = list(read_examples(file))
+        assert len(examples) == 40
+        passages = {row.id for one in examples for row in (*one.positives, *one.negatives)}
+        assert "none" not in passages
+        assert len(open_examples(file)) == 40
+    assert "titled" in passages  # negative control: the dense search finds it
 
 
 @pytest.mark.parametrize("name", SETTINGS)
