@@ -8,8 +8,8 @@ them.
 
 Mean and standard deviation are over seeds. Tests are paired, against the reference of the table:
 `perm` flips signs of the queries' differences, `both` counts seeds and queries as drawn at random
-(``over_both``); Holm's correction is over the table's rows. Of a setting with several learning rates the
-one best on dev by its mean over seeds is shown, so the test data choose nothing.
+(``over_both``); Holm's correction is over the table's rows. Of a setting with several learning
+rates the one best on dev by its mean over seeds is shown, so the test data choose nothing.
 """
 
 import argparse

@@ -154,7 +154,7 @@ def _evaluate(
 
 
 def _evaluate_run_file(task: EvaluateConfig, policy: DataPolicy) -> str:
-    from contaccum.evaluation.evaluate import evaluate_run_file
+    from contaccum.evaluation.evaluate import about_run_file, evaluate_run_file
     from contaccum.evaluation.metrics import render_metrics, save_metrics
     from contaccum.evaluation.significance import compare, render_comparison
 
@@ -170,7 +170,7 @@ def _evaluate_run_file(task: EvaluateConfig, policy: DataPolicy) -> str:
         tested = compare({0: metrics["per_query"]}, {0: other["per_query"]}, task.metric)
         lines.append(render_comparison(tested, task.metric, task.against))
     # only after the second run was found to be valid
-    save_metrics(metrics, output, {"run": run, "data": qrels})
+    save_metrics(metrics, output, about_run_file(run, qrels, task.relevance_level))
     return "\n".join(lines)
 
 

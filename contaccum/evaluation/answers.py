@@ -8,6 +8,8 @@ passage. Source: Karpukhin et al. 2020, "Dense Passage Retrieval", section 5, an
 paper.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from unicodedata import normalize
@@ -21,6 +23,7 @@ from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.errors import InputError
 from contaccum.evaluation.metrics import Metrics, metrics_of, save_metrics
 from contaccum.formats.records import Question
+from contaccum.retrieval.encode import Texts
 from contaccum.retrieval.retriever import DEFAULTS, Retriever
 from contaccum.retrieval.runs import Run, rows_of
 from contaccum.runtime.checks import refuse_input_as_output
@@ -102,6 +105,13 @@ def answer_accuracy(
     return metrics_of(per_query)
 
 
+def _fingerprint(questions: Sequence[Question], corpus: Dataset, match: str) -> str:
+    """Return a hash of the questions, the answers, the passages and the kind of ``match``."""
+    asked = [[question.text, question.answers] for question in questions]
+    content = json.dumps([asked, Texts("passage", corpus).fingerprint, match])
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
 def evaluate_questions(
     model: EncoderConfig | str | Path,
     questions: str | Path,
@@ -137,5 +147,6 @@ def evaluate_questions(
         "data": questions,
         "passages": passages,
         "precision": retriever.precision,
+        "test_content": _fingerprint(read, corpus, match),
     }
     return save_metrics(metrics, output if group.is_main else None, about)

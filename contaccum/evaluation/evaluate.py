@@ -14,6 +14,7 @@ from contaccum.evaluation.metrics import Metrics, evaluate_run, save_metrics
 from contaccum.retrieval.retriever import DEFAULTS, Retriever
 from contaccum.retrieval.runs import read_run
 from contaccum.runtime.checks import refuse_input_as_output
+from contaccum.runtime.files import sha256_of
 from contaccum.runtime.processes import ALONE, Processes
 
 if TYPE_CHECKING:
@@ -71,7 +72,11 @@ def evaluate(
             retrieval_set = open_dataset(data, split, policy).retrieval_set
     own = retrieval_set.skips_own_id
     retriever = Retriever.open(model, retrieval_set.corpus, settings, group)  # encodes the corpus
-    about |= {"precision": retriever.precision, "test_content": retrieval_set.fingerprint()}
+    about |= {
+        "precision": retriever.precision,
+        "test_content": retrieval_set.fingerprint(),
+        "relevance_level": relevance_level,
+    }
     run = retriever.search(retrieval_set.queries, k, ignore_identical_ids=own)
     metrics = evaluate_run(
         retrieval_set.qrels,
@@ -112,4 +117,10 @@ def evaluate_run_file(
         relevance_level=relevance_level,
         ignore_identical_ids=False,
     )
-    return save_metrics(metrics, output, {"run": run, "data": qrels})
+    return save_metrics(metrics, output, about_run_file(run, qrels, relevance_level))
+
+
+def about_run_file(run: str | Path, qrels: str | Path, relevance_level: int) -> dict[str, Any]:
+    """Return what a file of the metrics of a run file says about their origin."""
+    judgements = sha256_of(Path(qrels))
+    return {"run": run, "data": qrels, "judgements": judgements, "relevance_level": relevance_level}

@@ -28,8 +28,9 @@ class _Means(TypedDict):
 class Metrics(_Means, total=False):
     """Metrics of one TREC run (the rankings of all queries).
 
-    The file metrics.json also has the names of data set, split and model, and ``test_content``, a
-    hash of queries, qrels and corpus.
+    The file metrics.json also has the names of data set, split and model, ``relevance_level``, and
+    ``test_content``, a hash of queries, qrels and corpus. That of a run file has ``judgements``
+    instead, a hash of the qrels file.
     """
 
     per_query: dict[str, dict[str, float]]  # query id -> metric -> value

@@ -53,8 +53,8 @@ class Comparison:
     p_permutation: float  # two-sided p of the permutation test over queries
     p_t: float  # two-sided p of the t-test over queries
     p_both: float | None
-    """Two-sided p over queries and seeds, see ``over_both``. Runs with the same seed form a pair. If
-    there are fewer than two such pairs, any two runs do. None: a system has only one run."""
+    """Two-sided p over queries and seeds, see ``over_both``. Runs with the same seed form a pair.
+    If there are fewer than two such pairs, any two runs do. None: a system has only one run."""
 
 
 def mean_interval(values: ArrayLike, seed: int = 0) -> tuple[float, float]:
@@ -120,7 +120,9 @@ def over_both(differences: ArrayLike) -> float:
 
     p is that of Clark's min F' test or that of a t-test on the seeds' means, whichever is larger.
     With two or three seeds, min F' alone is too often small: of equal systems that differ mainly by
-    their seeds, it calls 13 % and 9 % different at the level 0.05. F1 is t^2 of the t-test on the queries' means over seeds. F2 is t^2 of the t-test on the seeds'
+    their seeds, it calls 13 % and 9 % different at the level 0.05.
+
+    F1 is t^2 of the t-test on the queries' means over seeds. F2 is t^2 of the t-test on the seeds'
     means over queries. min F' = F1 F2 / (F1 + F2) has the distribution F(1, j), where j = (F1 +
     F2)^2 / (F1^2 / (seeds - 1) + F2^2 / (queries - 1)). Source: Clark 1973, "The
     language-as-fixed-effect fallacy".

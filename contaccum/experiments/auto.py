@@ -52,7 +52,8 @@ from contaccum.experiments.auto_state import (
     passes,
 )
 from contaccum.experiments.compare import Configure, require_unseen
-from contaccum.experiments.jobs import Kind, contents_of, delete_weights, run_job
+from contaccum.experiments.jobs import TEST_CONTENT, Kind, contents_of, delete_weights, run_job
+from contaccum.experiments.page import require_matplotlib
 from contaccum.experiments.report import write_page
 from contaccum.experiments.run_records import (
     TUNED_FILE,
@@ -135,6 +136,7 @@ class Auto:
 
     def __init__(self, configure: Configure, options: AutoConfig, began: float) -> None:
         require_one_process("auto")
+        require_matplotlib()
         self.configure, self.options, self.began = configure, options, began
         base = configure({})
         if not base.output_dir:
@@ -163,6 +165,11 @@ class Auto:
         splits = splits_of(self.source.path) if self.source.path.is_dir() else []
         dev = base.data.dev or (base.data.train if base.data.dev_split in splits else None)
         self.dev_source = (dev, base.data.dev_split) if dev else None
+        sources = [self.source]
+        if dev:
+            sources.append(open_dataset(dev, base.data.dev_split, base.data.policy))
+        # a set by name may have empty passages, and then the copies in ``data`` have them too
+        self.repair = any(source.policy.repair for source in sources)
         if dev is None and base.distils:
             raise InputError(
                 f"loss.distillation is {base.loss.distillation}, so data.dev must be set. Without "
@@ -171,7 +178,7 @@ class Auto:
             )
         test = options.test or (base.data.train if options.test_split in splits else None)
         if test:
-            require_unseen(test, options.test_split, replace(base.data, dev=dev), tuned=True)
+            require_unseen(test, options.test_split, replace(base.data, dev=dev))
         self.test_source = (test, options.test_split) if test else None
         self.dev = {"data": str(self.output / "data" / "dev"), "split": "dev"}
         self.test = {"data": test, "split": options.test_split} if test else self.dev
@@ -220,7 +227,7 @@ class Auto:
         """
         # the number of steps changes with the time that is left
         config = replace(self.configure(changes), resume=True, allow_changes=True)
-        data = replace(config.data, dev=self.dev["data"], dev_split="dev")
+        data = replace(config.data, dev=self.dev["data"], dev_split="dev", repair=self.repair)
         if (part := self.output / "data" / "train").is_dir():
             data = replace(data, train=str(part), split="train")
         # cont_accum gets its negatives from the micro-batch; training chooses the others' size
@@ -322,7 +329,7 @@ class Auto:
         expected = duration(self.state.expected(stage))
         self.say(f"evaluating {which} on the {whose} queries, which takes about {expected}")
         began = time.monotonic()
-        run_job(kind, self.config(stage, {}), data)
+        run_job(kind, self.config(stage, {}), data, content=self._content(data))
         self.state.seconds[stage] = time.monotonic() - began
         self.state.save()
         if not self.state.steps:
@@ -486,7 +493,11 @@ class Auto:
             after=state.after_training(),
             report=report,
         )
-        run_job("run", config, self.test, after_step=pace)
+        run_job("run", config, self.test, after_step=pace, content=self._content(self.test))
+
+    def _content(self, data: dict[str, str]) -> str | None:
+        """Return the hash of the test data at the first call, None for the dev data."""
+        return None if data is self.dev else self.state.settings.get(TEST_CONTENT)
 
     def _verdict(self) -> str:
         """Write the report.

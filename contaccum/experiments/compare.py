@@ -156,7 +156,7 @@ class Study:
     def _test_data(self) -> dict[str, str]:
         """Return the data and the split of the test data.
 
-        Raise InputError if training or tuning would use the test data.
+        Raise InputError if it is the training data or the dev data.
         """
         test, split = self.options.test or self.base.data.train, self.options.test_split
         if not test:
@@ -168,7 +168,7 @@ class Study:
         for variant in self.variants:
             for candidate in variant.candidates:
                 config = self.config(tuple(variant.changes(candidate).items()))
-                require_unseen(test, split, config.data, bool(self.tuned))
+                require_unseen(test, split, config.data)
         return {"data": test, "split": split}
 
     def run(self, signals: StopSignals, width: int | None) -> str:
@@ -305,13 +305,19 @@ class Study:
         return Job(name, kind, config, self.contents[key], test, keep)
 
 
-def require_unseen(test: str, split: str, data: DataConfig, tuned: bool) -> None:
-    """Raise InputError if training, or tuning on the dev data, would use the test data."""
+def require_unseen(test: str, split: str, data: DataConfig) -> None:
+    """Raise InputError if the test data is the training data or the dev data.
+
+    The dev data chooses settings when tuning, and always the model that a run keeps.
+    """
     read = source_of(test, split)
     for trained in data.mixture or [MixtureConfig(data.train, data.split)]:
         if source_of(trained.train, trained.split) == read:
             raise InputError(
                 f"the test data is the training data ({test} {split}); name other data with --test"
             )
-    if tuned and data.dev and source_of(data.dev, data.dev_split) == read:
-        raise InputError(f"data.dev is the test data ({test} {split}); tuning needs other queries")
+    if data.dev and source_of(data.dev, data.dev_split) == read:
+        raise InputError(
+            f"data.dev is the test data ({test} {split}), but a run keeps its best model on "
+            "data.dev. Name other queries with data.dev or --test, or leave data.dev out."
+        )

@@ -53,6 +53,7 @@ from contaccum.training.run_folder import (
 POLL_SECONDS = 0.1
 ENCODERS = ("model.name", "model.passage_name", "loss.guide")  # may name folders of encoders
 Kind = Literal["run", "bm25", "untrained"]
+TEST_CONTENT = "content of the test data"  # key of ``contents_of``
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def contents_of(kind: Kind, config: TrainConfig, test: dict[str, str] | None) ->
     data, contents = config.data, {}
     if test is not None:
         judged = open_dataset(test["data"], test["split"], data.policy).retrieval_set
-        contents["content of the test data"] = judged.fingerprint()
+        contents[TEST_CONTENT] = judged.fingerprint()
     if kind == "bm25":
         return contents
     train_set = load_training(data, config.distils)
@@ -133,11 +134,27 @@ def contents_of(kind: Kind, config: TrainConfig, test: dict[str, str] | None) ->
     if kind == "run" and data.dev:
         dev = open_dataset(data.dev, data.dev_split, data.policy).retrieval_set
         contents["content of the dev data"] = dev.fingerprint()
+        if test is not None:
+            warn_of_dev_queries(test, judged, dev)
     settings = flat(asdict(config))
     for name in ENCODERS if kind == "run" else ENCODERS[:2]:  # the untrained encoder needs no guide
         if settings[name] and os.path.isdir(settings[name]):  # not a name on the Hub
             contents[f"content of {name}"] = str(files_hash(Path(model_folder(settings[name]))))
     return contents
+
+
+def warn_of_dev_queries(test: dict[str, str], judged: RetrievalSet, dev: RetrievalSet) -> None:
+    """Warn if test queries have the text of a dev query."""
+    known = {text_hash(text) for text in dev.queries.values()}
+    same = [key for key, text in judged.queries.items() if text_hash(text) in known]
+    if same:
+        warnings.warn(
+            f"{test['data']} {test['split']}: {len(same)} of "
+            f"{counted(len(judged.queries), 'test query')} are also dev queries (first: "
+            f"{same[0]!r}), and a run keeps its best model on dev, so the scores on the test data "
+            "are too high; test queries must have other texts than dev queries",
+            stacklevel=2,
+        )
 
 
 def warn_of_trained_queries(
@@ -267,7 +284,13 @@ def main(file: str) -> int:
         job = read_json(file, dict[str, Any])
         # wait for the worker of a killed comparison, which may still be saving a checkpoint
         with waiting_lock(Path(file).with_suffix(".lock")):
-            run_job(job["kind"], from_mapping(job["config"]), job["test"], job["keep_weights"])
+            run_job(
+                job["kind"],
+                from_mapping(job["config"]),
+                job["test"],
+                job["keep_weights"],
+                content=job["contents"].get(TEST_CONTENT),
+            )
     except (InputError, Interrupted) as error:
         print(f"contaccum: {error}", file=sys.stderr)
         return error.exit_code
@@ -286,11 +309,13 @@ def run_job(
     test: dict[str, str] | None,
     keep_weights: bool = True,
     after_step: Callable[[Training], None] | None = None,
+    content: str | None = None,
 ) -> None:
     """Train and evaluate a model, or evaluate a baseline. Save the metrics on the test data.
 
     test: data and split. None: save only the dev metric. keep_weights: False deletes checkpoints
-    and model at the end. after_step: see ``train``.
+    and model at the end. after_step: see ``train``. content: hash of the test data; raises
+    InputError if they have another one.
     """
     run = Path(config.output_dir)
     device, trust = config.run.device, config.model.trust_remote_code
@@ -306,6 +331,12 @@ def run_job(
         write_json(run / TUNED_FILE, {"metric": metric, "score": mean[metric]})
     else:
         judged = open_dataset(test["data"], test["split"], config.data.policy).retrieval_set
+        if content not in (None, judged.fingerprint()):
+            raise InputError(
+                f"{test['data']} {test['split']}: the test data changed after the first run "
+                "started, so the scores could not be compared. Undo the change and repeat the "
+                "command, or use another output_dir."
+            )
         settings = SearchConfig(batch_tokens=config.run.eval_batch_tokens)
         metrics = evaluate(model, judged, settings=settings)
         about = {**test, "test_content": judged.fingerprint()}

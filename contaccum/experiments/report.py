@@ -16,6 +16,7 @@ from contaccum.experiments.run_records import (
     RunGroup,
     best_first,
     differences,
+    different_tests,
     group_runs,
     load_run_record,
 )
@@ -56,12 +57,9 @@ def console_report(
             "cannot be compared",
             stacklevel=2,
         )
-    contents = {run.test_content: run.folder for run in runs if run.test_content}
-    if len(tested) == 1 and len(contents) > 1:
-        one, other, *_ = contents.values()
+    if len(tested) == 1 and (difference := different_tests(runs)):
         warnings.warn(
-            f"{one} and {other} were evaluated on different test data: the query ids are the "
-            "same, but texts or judgements differ. Evaluate both again to compare only the models.",
+            f"{difference}. Evaluate both again to compare only the models.",
             stacklevel=2,
         )
     groups, found = group_runs(runs), []
@@ -171,9 +169,10 @@ def results_section(
             "interval is over queries. p queries (a permutation test with sign flips) asks whether "
             "the difference of these trained models holds for other queries. p asks whether it "
             "holds for other queries and other seeds (min F', Clark 1973, but at least the p of a "
-            "t-test over the seeds); if one of the two has a single seed, it is p queries. Both are two-sided, and corrected by Holm's method for the "
-            f"{len(found)} comparisons of this report. If the reference method has several "
-            "settings, its best setting is the reference."
+            "t-test over the seeds); if one of the two has a single seed, it is p queries. Both "
+            f"are two-sided, and corrected by Holm's method for the {len(found)} comparisons of "
+            "this report. If the reference method has several settings, its best setting is the "
+            "reference."
         )
     table = results_table(groups, metric, found)
     return Section("Quality", (), [table.only(table.heads)], footnotes)

@@ -20,6 +20,14 @@ from contaccum.training.run_folder import CONFIG_FILE, METRICS_FILE, flat, read_
 
 MISSING = "-"  # empty cell of a table
 TUNED_FILE = "tuned.json"  # dev metric of a finished tuning run
+TESTED_ON = {
+    "test_content": (
+        "on different test data: the query ids are the same, but texts or judgements differ"
+    ),
+    "judgements": "with different judgements",
+    "relevance_level": "with different relevance levels",
+}
+"""Keys of a file of metrics that must be equal in compared runs, and what is wrong otherwise."""
 SEED_SUFFIX = re.compile(r"[-_. ]?(seed|s)?[-_=]?\d+$")
 """Seed at the end of a run's name, such as -seed1."""
 
@@ -75,11 +83,6 @@ class RunRecord:
     def per_query(self) -> QueryScores:
         """Metrics of each test query. Empty if the run was not evaluated on the test data."""
         return (self.metrics or {}).get("per_query") or {}
-
-    @property
-    def test_content(self) -> str | None:
-        """Hash of the test data. None if the metrics file has none, or without metrics."""
-        return (self.metrics or {}).get("test_content")
 
     def score(self, metric: str) -> float | None:
         """Return the mean of a metric over the test queries.
@@ -205,6 +208,19 @@ class RunGroup:
         return statistics.median(values) if values else None
 
 
+def different_tests(runs: Iterable[RunRecord]) -> str | None:
+    """Return a sentence part that names two runs whose scores cannot be compared, or None."""
+    for key, what in TESTED_ON.items():
+        first: dict[str, Path] = {}
+        for run in runs:
+            if (value := (run.metrics or {}).get(key)) is not None:
+                first.setdefault(str(value), run.folder)
+        if len(first) > 1:
+            one, other, *_ = first.values()
+            return f"{one} and {other} were evaluated {what}"
+    return None
+
+
 def varied(runs: Iterable[RunRecord]) -> list[str]:
     """Return the names of the settings that differ between trained runs.
 
@@ -224,16 +240,24 @@ def group_runs(runs: list[RunRecord], labels: Mapping[Path, str] | None = None) 
 
     A second run with the same seed starts a new group. A baseline starts its own.
 
-    labels: folder of a run -> label of its group. Default: the name of the run's folder, in a group
-    of several runs without the seed at its end.
+    labels: folder of a run -> label of its group, whose runs differ only in the seed and in
+    settings that follow from the machine. Default: the name of the run's folder, in a group of
+    several runs without the seed at its end.
     """
+    labels = labels or {}
     names = varied(runs)
+    # settings that were chosen anew for each seed, such as ``batch.micro_batch_tokens``
+    by_label = {
+        label: varied(run for run in runs if labels.get(run.folder) == label)
+        for label in set(labels.values())
+    }
     groups: list[RunGroup] = []
     for run in runs:
-        label = (labels or {}).get(run.folder) or SEED_SUFFIX.sub("", run.name) or run.name
+        label = labels.get(run.folder) or SEED_SUFFIX.sub("", run.name) or run.name
         settings = MISSING
         if run.method:
-            used = [name for name in names if affects(name, run.method)]
+            chosen = by_label.get(label, []) if run.folder in labels else []
+            used = [name for name in names if affects(name, run.method) and name not in chosen]
             values = [
                 f"{name.partition('.')[2]}={value}"
                 for name in used
@@ -250,7 +274,7 @@ def group_runs(runs: list[RunRecord], labels: Mapping[Path, str] | None = None) 
     used_labels: set[str] = set()
     for group in groups:
         first = group.runs[0]
-        if len(group.runs) == 1 and first.folder not in (labels or {}):
+        if len(group.runs) == 1 and first.folder not in labels:
             group.label = first.name
         if group.label in used_labels:
             group.label += f" ({first.folder})"

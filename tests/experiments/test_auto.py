@@ -22,6 +22,7 @@ from helpers import tiny_encoder, train_config, write_beir
 from contaccum.cli import main
 from contaccum.config import with_changes
 from contaccum.config.experiments import AutoConfig
+from contaccum.data.dataset import load_training, open_dataset
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.significance import compare
 from contaccum.experiments import auto, auto_state
@@ -31,6 +32,7 @@ from contaccum.experiments.tuning import rung_shares, survivors
 pytestmark = pytest.mark.filterwarnings(
     "ignore:contaccum auto chooses these settings",
     "default:.* also occur in the training data",
+    "default:.* are also dev queries",
 )
 
 PREDICTED = {"start": 20.0, "dev": 2.0, "untrained": 20.0, "bm25": 1.0, "run": 3.0}
@@ -256,7 +258,7 @@ def test_a_changed_number_of_steps_is_explained(planned, monkeypatch, capsys):
     made = planned("15m")[0]
     made.state.chosen = dict(made._candidates()[0])
 
-    def run_job(kind, config, test, after_step):
+    def run_job(kind, config, test, after_step, content=None):
         steps = made.state.steps
         for total in (steps, steps + 9, steps + 9, steps):
             after_step.report(SimpleNamespace(done=1, total=total, best={}))
@@ -289,7 +291,7 @@ def test_tuning_runs_of_a_rung_cost_equally_much(planned, monkeypatch):
     pass_seconds = PREDICTED["pass"] / 3
     costs, starts = {}, []
 
-    def run_job(kind, config, test, after_step):
+    def run_job(kind, config, test, after_step, content=None):
         starts.append(config.output_dir)
         if len(starts) == 4:
             raise Interrupted(signal.SIGTERM, "stopped")
@@ -357,6 +359,33 @@ def test_distillation_without_dev_data_is_refused(tmp_path):
     (tmp_path / "data" / "qrels" / "dev.tsv").unlink()
     with pytest.raises(InputError, match=r"^loss\.distillation is kl, so data\.dev must be set"):
         auto_of(given, "1h")
+
+
+@pytest.mark.filterwarnings("default:.*empty")
+def test_copies_of_a_set_by_name_may_have_empty_passages(tmp_path, monkeypatch):
+    """As the set itself, whose passages are repaired when it is read."""
+    monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
+    data = write_beir(tmp_path / "cache" / "beir" / "fiqa")
+    with (data / "corpus.jsonl").open("a") as file:
+        file.write('{"_id": "empty", "title": "", "text": ""}\n')
+    for split in ("dev", "test"):
+        (data / "qrels" / f"{split}.tsv").unlink()
+    given = train_config("fiqa", tmp_path / "auto")
+    made = auto_of(given, "1h")
+    made.state.dev_passages = 41
+    made._divide()
+    config = made.config("run", {})
+    dev = open_dataset(config.data.dev, "dev", config.data.policy).retrieval_set
+    assert "empty" in dev.corpus["id"]
+    assert len(load_training(config.data).queries) + len(dev.queries) == 40
+    with pytest.raises(InputError, match="empty"):  # negative control
+        _ = open_dataset(config.data.dev, "dev", given.data.policy).retrieval_set.corpus
+
+
+def test_without_matplotlib_no_time_is_spent(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(InputError, match="matplotlib"):
+        auto_of(train_config(write_beir(tmp_path / "data"), tmp_path / "auto"), "1h")
 
 
 def test_only_cont_accum_has_a_fixed_micro_batch(tmp_path):

@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -23,15 +24,18 @@ from contaccum.cli import main
 from contaccum.config import DataConfig, MixtureConfig, to_yaml
 from contaccum.errors import InputError
 from contaccum.experiments.compare import require_unseen
-from contaccum.experiments.jobs import Job, contents_of
+from contaccum.experiments.jobs import TEST_CONTENT, Job, contents_of, run_job
+from contaccum.experiments.run_records import RunRecord, group_runs
 from contaccum.experiments.settings import read_values, variants
 from contaccum.runtime.files import read_json
 from contaccum.training.log import read_log
+from contaccum.training.run_folder import flat
 
 pytestmark = [
     pytest.mark.filterwarnings(
         "default:.*1 invalid record is skipped",
         "default:.* also occur in the training data",
+        "default:.* are also dev queries",
     ),
     pytest.mark.usefixtures("forked_workers"),
 ]
@@ -111,8 +115,9 @@ def test_finished_comparison_runs_nothing_again(study_folder, capsys):
         "--output_dir", study,
     ]  # fmt: skip
     code, said = call(capsys, study_folder, *arguments)
-    assert (code, len(said.splitlines())) == (0, 2)
+    assert (code, len(said.splitlines())) == (0, 3)
     assert "skipped 1 passage with" in said
+    assert "10 of 10 test queries are also dev queries" in said
     assert "10 of 10 test queries also occur in the training data" in said
     assert stamps(study) == before
 
@@ -173,9 +178,12 @@ def test_folder_with_other_settings_is_refused(study_folder, capsys):
     assert code == 2
     assert "grad_accum-seed0: was made with other settings or data" in said
     assert "optim.max_steps was 3 and is 4" in said
-    code, said = call(capsys, study_folder, *arguments, "--test_split", "dev")
+    qrels = study_folder / "data" / "qrels"
+    shutil.copy(qrels / "test.tsv", qrels / "other.tsv")
+    code, said = call(capsys, study_folder, *arguments, "--test_split", "other")
+    (qrels / "other.tsv").unlink()
     assert code == 2
-    assert "test split was test and is dev" in said
+    assert "test split was test and is other" in said
     code, said = call(
         capsys, study_folder, *arguments, "--model.tiny_width", 64, "--methods", "in_batch"
     )
@@ -277,7 +285,7 @@ HUB = "?query=question&pos=answer"
     ],
 )
 def test_test_data_that_training_reads_are_refused(train, test, split, same, tmp_path, monkeypatch):
-    """Alone, in a mixture and as dev data for tuning; the split in a name replaces the other."""
+    """Alone, in a mixture and as dev data; the split in a name replaces the other."""
     monkeypatch.chdir(tmp_path)
     for folder in ("beir", "faq"):
         Path(folder).mkdir()
@@ -290,8 +298,7 @@ def test_test_data_that_training_reads_are_refused(train, test, split, same, tmp
         (DataConfig(train="others", dev=train, dev_split="train"), "data.dev is the test data"),
     ):
         with pytest.raises(InputError, match=sentence) if same else nullcontext():
-            require_unseen(test, split, data, tuned=True)
-    require_unseen(test, split, DataConfig(train="others", dev=train, dev_split="train"), False)
+            require_unseen(test, split, data)
 
 
 def test_test_queries_with_the_text_of_a_training_query_are_counted(tmp_path):
@@ -312,6 +319,57 @@ def test_test_queries_with_the_text_of_a_training_query_are_counted(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         contents_of("run", config, {"data": str(test), "split": "test"})
+
+
+def test_test_queries_with_the_text_of_a_dev_query_are_counted(tmp_path):
+    """A run keeps its best model on dev."""
+    data = write_beir(tmp_path / "data")
+    judged = (data / "qrels" / "dev.tsv").read_text()
+    (data / "qrels" / "test.tsv").write_text(judged)
+    train = write_beir(tmp_path / "train")
+    (train / "queries.jsonl").write_text(
+        (train / "queries.jsonl").read_text().replace("where is", "who is")
+    )
+    config = train_config(train, tmp_path / "run", **{"data.dev": str(data)})
+    with pytest.warns(UserWarning, match=r"test: 10 of 10 test queries are also dev queries"):
+        contents_of("run", config, {"data": str(data), "split": "test"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        contents_of("run", replace(config, data=replace(config.data, dev=None)), None)
+
+
+def test_test_data_that_changed_after_the_first_run_are_refused(tmp_path):
+    data = write_beir(tmp_path / "data")
+    test = {"data": str(data), "split": "dev"}
+    config = train_config(data, tmp_path / "bm25")
+    content = contents_of("bm25", config, test)[TEST_CONTENT]
+    qrels = data / "qrels" / "dev.tsv"
+    before = qrels.read_text()
+    qrels.write_text(before.replace("\t1\n", "\t2\n"))
+    with pytest.raises(InputError, match="the test data changed after the first run started"):
+        run_job("bm25", config, test, content=content)
+    assert not (tmp_path / "bm25" / "metrics.json").exists()
+    qrels.write_text(before)
+    run_job("bm25", config, test, content=content)
+    assert (tmp_path / "bm25" / "metrics.json").exists()
+
+
+def test_seeds_with_other_automatic_settings_are_one_row(tmp_path):
+    """On a GPU, `auto` chooses the micro-batches of each seed by the memory that is free."""
+    runs, labels = [], {}
+    for method in ("grad_cache", "cont_cache"):
+        for seed, tokens in enumerate((30000, 29952, 17000)):
+            folder = tmp_path / f"{method}-seed{seed}"
+            changes = {"batch.micro_batch_tokens": tokens, "seed": seed}
+            config = train_config(tmp_path / "data", folder, method, **changes)
+            runs.append(RunRecord(folder, flat(asdict(config)), [], [], None, {}))
+            labels[folder] = method
+    groups = group_runs(runs, labels)
+    assert [(each.label, each.settings, len(each.runs)) for each in groups] == [
+        ("grad_cache", "grad_cache", 3),
+        ("cont_cache", "cont_cache", 3),
+    ]
+    assert len(group_runs(runs)) == 6  # negative control: runs without a common label
 
 
 def test_the_last_line_of_each_running_job_is_shown(study_folder, tmp_path, capsys, monkeypatch):

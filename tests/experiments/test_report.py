@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from helpers import train_config, write_beir
 
+from contaccum import evaluate, evaluate_run_file, search
 from contaccum.config import to_yaml
 from contaccum.errors import InputError, install_command
-from contaccum.evaluation.evaluate import evaluate
 from contaccum.evaluation.significance import compare
 from contaccum.experiments.report import (
     console_report,
@@ -139,6 +139,27 @@ def test_runs_on_different_test_data_cause_a_warning(tmp_path, recwarn):
     assert not recwarn.list  # negative control: equal data
     with pytest.warns(UserWarning, match=r"one\.json and .*other\.json were evaluated on differ"):
         console_report([one, other], "ndcg@10")
+
+
+def test_runs_with_other_relevance_levels_or_judgements_cause_a_warning(tmp_path, recwarn):
+    data = write_beir(tmp_path / "data")
+    one, two, three, four = (str(tmp_path / f"{number}.json") for number in range(4))
+    evaluate("bm25", data, "train", output=one)
+    evaluate("bm25", data, "train", relevance_level=2, output=two)
+    with pytest.warns(
+        UserWarning, match=r"0\.json and .*1\.json .* with different relevance levels"
+    ):
+        console_report([one, two], "ndcg@10")
+    run, qrels = tmp_path / "run.trec", data / "qrels" / "train.tsv"
+    search("bm25", data, k=10, output=run, split="train")
+    evaluate_run_file(run, qrels, three)
+    qrels.write_text(qrels.read_text().replace("\t0\n", "\t1\n"))
+    evaluate_run_file(run, qrels, four)
+    with pytest.warns(UserWarning, match=r"2\.json and .*3\.json .* with different judgements"):
+        console_report([three, four], "ndcg@10")
+    recwarn.clear()
+    console_report([three, three], "ndcg@10")  # negative control
+    assert not recwarn.list
 
 
 def study(tmp_path: Path):
