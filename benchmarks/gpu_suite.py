@@ -105,6 +105,7 @@ def make_steps(out: Path, device: str, quick: bool) -> list[Step]:
         ]  # fmt: skip
         steps.append(script(2, f"methods_{pairs}", "methods", *texts, *sizes, most=170))
     tokens = ["--tokens", "32768", "--pairs", "256", "--sizes", "1024", "--repeats", "3"]
+    tokens += ["--kernels", "15"]
     steps.append(script(2, "methods_tokens", "methods", *texts, *tokens, most=60))
     steps.append(script(2, "defaults", "defaults", "--model", model, "--data", data, most=100))
     steps.append(

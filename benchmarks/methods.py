@@ -10,6 +10,8 @@ both, so the cost of openings is measured separately, and "with openings" spread
 between them. Peak memory counts the tensors of an update beyond encoder and optimizer. MFU is the
 share of a large matrix product's speed at which the update computes its tokens, padding not
 counted: one forward and one backward pass over all pairs, also for the methods that encode twice.
+--kernels adds the kernels of one update (on a CPU, the operators) by torch.profiler, and the MFU
+that they would have if the GPU never waited for the host.
 """
 
 import argparse
@@ -71,6 +73,25 @@ def peak(trainee: Trainee, method: str, size: int) -> int:
     return memory.bytes
 
 
+def kernels(trainee: Trainee, method: str, size: int) -> list[dict[str, object]]:
+    """Return the name, the number and the seconds of each kernel of one update, slowest first."""
+    cuda = trainee.engine.device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity
+    bank = trainee.bank(method, size)
+    with torch.profiler.profile(activities=[activity.CUDA if cuda else activity.CPU]) as profiler:
+        trainee.update(method, bank)
+        settle()
+    found = [
+        {
+            "name": event.key,
+            "count": event.count,
+            "seconds": (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e6,
+        }
+        for event in profiler.key_averages()
+    ]
+    return sorted((each for each in found if each["seconds"]), key=lambda each: -each["seconds"])
+
+
 def arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument(
@@ -84,6 +105,9 @@ def arguments() -> argparse.Namespace:
         help="most tokens in a micro-batch, packed without padding (model.unpad); instead of B",
     )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--kernels", type=int, default=0, help="slowest kernels to list for each method"
+    )
     add_real_texts(parser)
     args = parser.parse_args()
     if args.quick:
@@ -165,12 +189,28 @@ def main() -> None:
     )
     last = f"A large matrix product in {args.precision}: {speed / 1e12:.3g} TFLOP/s."
     figures = {"rows": results, "operations": operations, "product_speed": speed}
-    publish(
-        args,
-        "Six methods: time of an update and peak memory",
-        [intro, table(heads, rows), last],
-        figures,
-    )
+    parts = [intro, table(heads, rows), last]
+    if args.kernels:
+        found = {key: kernels(trainee, *key) for key in banks}
+        sums = {key: sum(each["seconds"] for each in row) for key, row in found.items()}
+        totals = [
+            [f"`{name}`", size, sums[name, size] * 1e3, sum(each["count"] for each in row),
+             f"{operations / sums[name, size] / speed:.1%}"]
+            for (name, size), row in found.items()
+        ]  # fmt: skip
+        slowest = [
+            [f"`{name}`", size, each["seconds"] * 1e3, each["count"], f"`{each['name'][:90]}`"]
+            for (name, size), row in found.items()
+            for each in row[: args.kernels]
+        ]
+        parts += [
+            table(["method", "M", "ms in kernels", "kernels", "MFU without waits"], totals),
+            table(["method", "M", "ms", "number", "kernel"], slowest),
+        ]
+        figures["kernels"] = [
+            {"method": name, "bank": size, "kernels": row} for (name, size), row in found.items()
+        ]
+    publish(args, "Six methods: time of an update and peak memory", parts, figures)
 
 
 if __name__ == "__main__":
