@@ -127,6 +127,7 @@ def _evaluate(
         from contaccum.evaluation.evaluate import evaluate
         from contaccum.evaluation.metrics import render_benchmark, render_metrics
         from contaccum.runtime.processes import joined
+        from contaccum.training.run_folder import warn_of_training_data
 
     task.check()
     if task.run is not None:
@@ -150,6 +151,7 @@ def _evaluate(
         if len(sets) > 1:
             return render_benchmark(evaluate_benchmark(encoder, data, task.split, **shared))
         data = sets[0].data if sets else data  # "scifact," names one data set
+        warn_of_training_data(encoder.model, data, task.split)
         return render_metrics(evaluate(encoder, data, task.split, **shared), task.metric)
 
 

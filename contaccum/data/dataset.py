@@ -11,7 +11,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from contaccum.catalog import HUB_PREFIX, fetch, find
+from contaccum.catalog import HUB_PREFIX, fetch, find, source_of
 from contaccum.config import DataConfig, DataPolicy, MixtureConfig
 from contaccum.data.corpus import open_corpus, queries_file, read_query_texts
 from contaccum.data.examples import ExampleTable, load_examples
@@ -24,6 +24,7 @@ from contaccum.data.retrieval_set import (
     keep_answerable,
     qrels_file,
     read_grades,
+    require_other_ids,
     warn_of_own_ids,
 )
 from contaccum.data.train_set import (
@@ -136,6 +137,7 @@ class RetrievalDataset:
         if self.kind != "beir":
             return examples_as_retrieval(self.examples())
         judged = self._judged
+        require_other_ids(judged.source, judged.qrels)
         warn_of_own_ids(self.path, judged.qrels)
         if judged.unknown:
             warnings.warn(
@@ -167,6 +169,23 @@ class RetrievalDataset:
         scores of the examples, if there are any.
         """
         return from_examples(self.examples(), hard_negatives, scores)
+
+
+def is_trained_on(data: DataConfig, name: str, split: str) -> bool:
+    """Return whether ``data`` trains on the split ``split`` of the data set ``name``."""
+    sources = data.mixture or [MixtureConfig(data.train, data.split)]
+    read = source_of(name, split)
+    return any(source_of(source.train, source.split) == read for source in sources)
+
+
+def require_other_dev(data: DataConfig) -> None:
+    """Raise InputError if the dev data is training data."""
+    if data.dev and is_trained_on(data, data.dev, data.dev_split):
+        raise InputError(
+            f"data.dev is the training data ({data.dev} {data.dev_split}), but a run keeps its "
+            "best model on data.dev. Name other queries, such as a split that contaccum data "
+            "convert --splits makes."
+        )
 
 
 def open_dataset(

@@ -78,7 +78,8 @@ def evaluate_run(
         relevance_level: lowest relevant grade in map, recall, precision and mrr. TREC Deep Learning
             uses 2. ndcg uses all grades.
 
-    Raises InputError if ``qrels`` is empty, or if ``run`` and ``qrels`` have no query in common.
+    Raises InputError if ``qrels`` is empty or has no grade of ``relevance_level``, or if ``run``
+    and ``qrels`` have no query in common.
     """
     # imports `datasets`, which a report does not need
     from contaccum.retrieval.runs import ranked
@@ -87,6 +88,12 @@ def evaluate_run(
         raise InputError(f"relevance_level is {relevance_level}; expected at least 1")
     if not qrels:
         raise InputError("the qrels have no judged query; expected at least one")
+    highest = max(max(grades.values()) for grades in qrels.values())
+    if relevance_level > highest:
+        raise InputError(
+            f"relevance_level is {relevance_level}, but the highest grade is {highest}; no passage "
+            "would be relevant"
+        )
     judged_run = {}
     for query_id in qrels:
         if query_id in run:

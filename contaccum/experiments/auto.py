@@ -35,7 +35,7 @@ from datasets import Dataset
 
 from contaccum.config import TrainConfig
 from contaccum.config.experiments import AutoConfig
-from contaccum.data.dataset import load_training, open_dataset
+from contaccum.data.dataset import load_training, open_dataset, require_other_dev
 from contaccum.data.dev_set import hold_out, write_dev_set
 from contaccum.data.retrieval_set import splits_of
 from contaccum.errors import InputError, Interrupted
@@ -164,6 +164,7 @@ class Auto:
         self.source = open_dataset(base.data.train, base.data.split, base.data.policy)
         splits = splits_of(self.source.path) if self.source.path.is_dir() else []
         dev = base.data.dev or (base.data.train if base.data.dev_split in splits else None)
+        require_other_dev(replace(base.data, dev=dev))
         self.dev_source = (dev, base.data.dev_split) if dev else None
         sources = [self.source]
         if dev:

@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 
 from contaccum.catalog import source_of
-from contaccum.config import METHOD_SPECS, DataConfig, MixtureConfig, TrainConfig, validate
+from contaccum.config import METHOD_SPECS, DataConfig, TrainConfig, validate
 from contaccum.config.experiments import CompareConfig
+from contaccum.data.dataset import is_trained_on, require_other_dev
 from contaccum.errors import Failed, InputError
 from contaccum.experiments.jobs import (
     Job,
@@ -308,15 +309,15 @@ class Study:
 def require_unseen(test: str, split: str, data: DataConfig) -> None:
     """Raise InputError if the test data is the training data or the dev data.
 
-    The dev data chooses settings when tuning, and always the model that a run keeps.
+    The dev data, which must not be the training data either, chooses settings when tuning, and
+    always the model that a run keeps.
     """
-    read = source_of(test, split)
-    for trained in data.mixture or [MixtureConfig(data.train, data.split)]:
-        if source_of(trained.train, trained.split) == read:
-            raise InputError(
-                f"the test data is the training data ({test} {split}); name other data with --test"
-            )
-    if data.dev and source_of(data.dev, data.dev_split) == read:
+    require_other_dev(data)
+    if is_trained_on(data, test, split):
+        raise InputError(
+            f"the test data is the training data ({test} {split}); name other data with --test"
+        )
+    if data.dev and source_of(data.dev, data.dev_split) == source_of(test, split):
         raise InputError(
             f"data.dev is the test data ({test} {split}), but a run keeps its best model on "
             "data.dev. Name other queries with data.dev or --test, or leave data.dev out."

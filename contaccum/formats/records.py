@@ -231,6 +231,10 @@ def numbered_lines(
 def not_utf8(error: UnicodeDecodeError) -> str:
     """Return the message for a byte that is not UTF-8, with a guess of the encoding."""
     content = error.object
+    if content[:4] == b"PAR1":
+        return 'the file is in the format Parquet; name it as "hub:FILE?query=COLUMN&pos=COLUMN"'
+    if content[:4] == b"PK\x03\x04":
+        return "the file is a zip archive, such as an Excel file; save the table as CSV (UTF-8)"
     runs = re.findall(rb"[\x80-\xff]+", content)
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         guess, encoding = "probably UTF-16", "UTF-16"

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
+from contaccum.data.retrieval_set import RetrievalSet, splits_of
 from contaccum.data.tables import column_batches
 from contaccum.errors import InputError
 from contaccum.retrieval.encode import (
@@ -314,7 +315,8 @@ def search(
 ) -> Run:
     """Return the k best passages per query: query id -> list of (passage id, score).
 
-    A passage with the id of the query is left out, as in BEIR. model: an encoder, the name or the
+    A passage with the id of the query is left out, as in BEIR. All queries of a BEIR folder without
+    qrels are searched for. model: an encoder, the name or the
     config of an encoder, or ``bm25``. policy: what to do with bad records. output: TREC run file to
     write. group: processes (see ``joined``) that share the work. All of them must call this
     function, and each gets the same run.
@@ -323,7 +325,11 @@ def search(
         output, data, getattr(model, "model", model), settings.embeddings, settings.index_dir
     )
     with group.main_first():
-        judged = open_dataset(data, split, policy).retrieval_set
+        dataset = open_dataset(data, split, policy)
+        if dataset.kind == "beir" and not splits_of(dataset.path):
+            judged = RetrievalSet(dataset.corpus, dataset.queries, {})
+        else:
+            judged = dataset.retrieval_set
     if output is not None:  # encoding may take hours
         ids = (batch["id"] for batch in column_batches(judged.corpus, ["id"]))
         require_run_ids(output, chain(judged.queries, chain.from_iterable(ids)))

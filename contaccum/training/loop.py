@@ -17,7 +17,7 @@ from contaccum.batch import MicroBatch
 from contaccum.config import METRIC_CUTS, TrainConfig, parse_bytes, to_yaml, validate
 from contaccum.config.commands import SearchConfig
 from contaccum.config.load import CONFIG_VERSION
-from contaccum.data.dataset import load_training, open_dataset
+from contaccum.data.dataset import load_training, open_dataset, require_other_dev
 from contaccum.data.dev_set import sample_passages
 from contaccum.data.pairs import pairs_file
 from contaccum.data.retrieval_set import RetrievalSet
@@ -115,6 +115,7 @@ class RunData(NamedTuple):
 
 def load_data(config: TrainConfig) -> RunData:
     """Load the training set and the dev set. Both are in the cache after the first call."""
+    require_other_dev(config.data)
     train_set = load_training(config.data, config.distils)
     if not config.data.dev:
         return RunData(train_set, None, 0)
@@ -242,9 +243,15 @@ class Training:
                 f"bank.warmup_steps is {config.bank.warmup_steps}, but the run has only "
                 f"{counted(self.total, 'step')}, so the loss never uses the bank"
             )
+        if parts.warmup_steps(config.optim, self.total) >= self.total > 1:
+            self.log.say(
+                f"optim.warmup_steps is {config.optim.warmup_steps:g}, but the run has only "
+                f"{counted(self.total, 'step')}, so the learning rate hardly reaches "
+                "optim.learning_rate"
+            )
         settings = self.encoder.settings
         self.log.say(
-            f"{settings.pooling} pooling, {settings.similarity} similarity, "
+            f"{config.model.name}: {settings.pooling} pooling, {settings.similarity} similarity, "
             f"{'one encoder' if settings.tie_towers else 'two encoders'}, at most "
             f"{settings.max_query_length} tokens per query and {settings.max_passage_length} per "
             "passage"

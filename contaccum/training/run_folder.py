@@ -19,14 +19,16 @@ import math
 import re
 import shlex
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contaccum.config import ENCODER_SETTINGS, TrainConfig, settings_with
+from contaccum.config import ENCODER_SETTINGS, TrainConfig, from_mapping, settings_with
 from contaccum.config.load import CONFIG_VERSION, check_version, flat, read_yaml
+from contaccum.data.dataset import is_trained_on
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.data.train_set import TrainSet
 from contaccum.encoder import SETTINGS_FILE, TOWERS
@@ -183,6 +185,21 @@ def read_config(run: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
     values = read_yaml(str(path))
     check_version(values.pop("format_version", CONFIG_VERSION), f"{path}: format_version")
     return values
+
+
+def warn_of_training_data(model: str, data: str, split: str) -> None:
+    """Warn if a run trained ``model`` on the split ``split`` of ``data``."""
+    run = Path(model).absolute().parent
+    if not (run / CONFIG_FILE).is_file():
+        return
+    with suppress(InputError):  # the file of another program, or of an older version
+        if is_trained_on(from_mapping(read_config(run)).data, data, split):
+            warnings.warn(
+                f"{data}: {model} was trained on these queries ({run / CONFIG_FILE}), so the "
+                "scores say nothing about other queries. Evaluate on a split that training does "
+                "not read; contaccum data convert --splits makes splits.",
+                stacklevel=2,
+            )
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,11 @@ def test_queries_with_the_id_of_a_positive_are_counted(tmp_path):
     """
     for name, ids in (("same", "x\tx"), ("other", "x\ty")):
         write(tmp_path / name / "corpus.jsonl", lines(*({"_id": key, "text": key} for key in "xy")))
-        write(tmp_path / name / "queries.jsonl", lines({"_id": "x", "text": "x"}))
-        write(tmp_path / name / "qrels" / "test.tsv", f"{ids}\t1\nx\tx\t{int(name == 'same')}\n")
+        write(
+            tmp_path / name / "queries.jsonl", lines(*({"_id": key, "text": key} for key in "xz"))
+        )
+        judged = f"{ids}\t1\nx\tx\t{int(name == 'same')}\nz\ty\t1\n"
+        write(tmp_path / name / "qrels" / "test.tsv", judged)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             check(tmp_path / name)

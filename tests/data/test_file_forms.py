@@ -265,3 +265,13 @@ def test_the_home_folder_can_be_written_with_a_tilde(tmp_path, monkeypatch, caps
     corpus = str(data / "corpus.jsonl")
     assert main(["search", "--model", "bm25", "--data", corpus, "--query", "~/text"]) == 0
     assert "text 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("start", "advice"),
+    [(b"PAR1", r"format Parquet; name it as \"hub:FILE"), (b"PK\x03\x04", "save the table as CSV")],
+)
+def test_a_table_in_another_format_is_named(start, advice, tmp_path):
+    path = write(tmp_path / "table", start + b"\xff\xce\x00")
+    with pytest.raises(InputError, match=advice):
+        open_dataset(path, "train").examples()

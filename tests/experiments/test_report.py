@@ -143,6 +143,8 @@ def test_runs_on_different_test_data_cause_a_warning(tmp_path, recwarn):
 
 def test_runs_with_other_relevance_levels_or_judgements_cause_a_warning(tmp_path, recwarn):
     data = write_beir(tmp_path / "data")
+    qrels = data / "qrels" / "train.tsv"
+    qrels.write_text(qrels.read_text().replace("\t1\n", "\t2\n", 1))
     one, two, three, four = (str(tmp_path / f"{number}.json") for number in range(4))
     evaluate("bm25", data, "train", output=one)
     evaluate("bm25", data, "train", relevance_level=2, output=two)
@@ -150,7 +152,7 @@ def test_runs_with_other_relevance_levels_or_judgements_cause_a_warning(tmp_path
         UserWarning, match=r"0\.json and .*1\.json .* with different relevance levels"
     ):
         console_report([one, two], "ndcg@10")
-    run, qrels = tmp_path / "run.trec", data / "qrels" / "train.tsv"
+    run = tmp_path / "run.trec"
     search("bm25", data, k=10, output=run, split="train")
     evaluate_run_file(run, qrels, three)
     qrels.write_text(qrels.read_text().replace("\t0\n", "\t1\n"))

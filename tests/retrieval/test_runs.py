@@ -1,8 +1,11 @@
 """TREC run files: what is written can be read, in the same order; what cannot be carried is
 refused."""
 
+import shutil
+
 import numpy as np
 import pytest
+from helpers import write_beir
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_data import beir, lines, write
@@ -67,3 +70,11 @@ def test_ids_with_white_space_are_refused_and_no_file_is_left(tmp_path, run):
         search(tmp_path / "none", tmp_path / "data", "train", output=tmp_path / "run")
     with pytest.raises(InputError, match="two words"):
         write_run(tmp_path / "run", {"q": [("d", 1.0)]}, tag="two words")
+
+
+def test_all_queries_of_a_folder_without_qrels_are_searched_for(tmp_path):
+    folder = write_beir(tmp_path / "data")
+    shutil.rmtree(folder / "qrels")
+    run = search("bm25", folder, k=1, output=tmp_path / "run.trec")
+    assert len(run) == 40
+    assert all(hits[0][0] == f"p{key[1:]}" for key, hits in run.items())

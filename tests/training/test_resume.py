@@ -362,7 +362,7 @@ def test_without_a_bank_a_resumed_run_may_use_more_hard_negatives(tmp_path):
             "run.metric": "ndcg@1",
             "optim.max_steps": 2,
         },  # no step is left; the last one is evaluated again
-        {"data.dev_split": "train"},
+        {"data.dev_split": "other"},
     ],
     ids=str,
 )
@@ -371,6 +371,8 @@ def test_best_score_counts_only_for_the_same_metric_and_dev_set(changes, two_ste
     run = Path(shutil.copytree(two, tmp_path / "run"))
     before = newest_checkpoint(run).state["best"]
     assert before["score"] == 1.0  # which no later score can exceed
+    judged = (data / "qrels" / "train.tsv").read_text().splitlines(keepends=True)
+    (data / "qrels" / "other.tsv").write_text("".join(judged[:5]))
     steps = {**TWO_STEPS, "data.dev": str(data), "optim.max_steps": 3, "run.eval_steps": 0}
     config = train_config(data, run, resume=True, allow_changes=True, **(steps | changes))
     if not changes:

@@ -2,11 +2,13 @@
 
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 from helpers import train_config, weights, write_beir
 
 from contaccum import train
+from contaccum.cli import main
 from contaccum.data.dataset import open_dataset
 from contaccum.data.dev_set import sample_passages
 from contaccum.errors import InputError
@@ -30,8 +32,8 @@ def test_without_a_terminal_each_20th_of_a_run_has_a_line(data, tmp_path, capsys
     train(train_config(data, tmp_path / "run", **{"data.dev": str(data)}))
     lines = capsys.readouterr().err.splitlines()
     assert "training: 6 updates of 16 pairs with cont_accum" in lines
-    towers = "mean pooling, cosine similarity, two encoders, at most 16 tokens per query and 16 per"
-    assert f"{towers} passage" in lines
+    towers = "tiny: mean pooling, cosine similarity, two encoders, "
+    assert f"{towers}at most 16 tokens per query and 16 per passage" in lines
     progress = [line for line in lines if line.startswith("step ") and "loss" in line]
     assert [line.split()[1] for line in progress] == [f"{step}/6" for step in range(1, 7)]
     assert all("pairs/s" in line for line in progress)
@@ -60,6 +62,33 @@ def test_a_bank_that_is_filled_in_every_step_and_never_used_is_said(data, tmp_pa
         train(train_config(data, tmp_path / str(warmup), **changes))
         found = "bank.warmup_steps is 2, but the run has only 2 steps, so the loss never uses"
         assert (found in capsys.readouterr().err) == never
+
+
+def test_a_warmup_as_long_as_the_run_is_said(data, tmp_path, capsys):
+    for warmup, long in ((500, True), (0.1, False)):
+        changes = {"optim.warmup_steps": warmup, "optim.max_steps": 2}
+        train(train_config(data, tmp_path / str(warmup), **changes))
+        found = "optim.warmup_steps is 500, but the run has only 2 steps, so the learning rate"
+        assert (found in capsys.readouterr().err) == long
+
+
+def test_the_training_data_are_refused_as_dev_data(data, tmp_path):
+    config = train_config(data, tmp_path / "run", **{"data.dev": str(data)})
+    same = replace(config, data=replace(config.data, dev_split="train"))
+    with pytest.raises(InputError, match=r"data\.dev is the training data .* best model"):
+        train(same)
+
+
+@pytest.mark.filterwarnings("default:.*was trained on these queries")
+def test_an_evaluation_on_the_training_data_is_named(data, tmp_path, monkeypatch, capsys):
+    """Its scores say nothing about other queries."""
+    monkeypatch.chdir(tmp_path)
+    train(train_config(data, tmp_path / "run", **{"optim.max_steps": 1}))
+    for split, warned in (("train", True), ("dev", False)):
+        call = ["evaluate", "--model", "run/model", "--data", str(data), "--split", split]
+        assert main(call) == 0
+        said = capsys.readouterr().err
+        assert ("run/model was trained on these queries" in said) == warned
 
 
 def test_shares_of_the_run_decide_when_to_save_and_evaluate(data, tmp_path, capsys):
