@@ -88,7 +88,7 @@ def evaluate_run(
         raise InputError(f"relevance_level is {relevance_level}; expected at least 1")
     if not qrels:
         raise InputError("the qrels have no judged query; expected at least one")
-    highest = max(max(grades.values()) for grades in qrels.values())
+    highest = max((grade for grades in qrels.values() for grade in grades.values()), default=0)
     if relevance_level > highest:
         raise InputError(
             f"relevance_level is {relevance_level}, but the highest grade is {highest}; no passage "
