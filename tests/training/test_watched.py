@@ -56,20 +56,21 @@ def test_a_batch_larger_than_the_data_is_said(data, tmp_path, capsys):
         assert (found in err) == larger
 
 
-def test_a_bank_that_is_filled_in_every_step_and_never_used_is_said(data, tmp_path, capsys):
-    for warmup, never in ((2, True), (1, False)):
-        changes = {"bank.warmup_steps": warmup, "optim.max_steps": 2}
-        train(train_config(data, tmp_path / str(warmup), **changes))
-        found = "bank.warmup_steps is 2, but the run has only 2 steps, so the loss never uses"
-        assert (found in capsys.readouterr().err) == never
-
-
-def test_a_warmup_as_long_as_the_run_is_said(data, tmp_path, capsys):
-    for warmup, long in ((500, True), (0.1, False)):
-        changes = {"optim.warmup_steps": warmup, "optim.max_steps": 2}
-        train(train_config(data, tmp_path / str(warmup), **changes))
-        found = "optim.warmup_steps is 500, but the run has only 2 steps, so the learning rate"
-        assert (found in capsys.readouterr().err) == long
+@pytest.mark.parametrize(
+    ("setting", "long", "short", "consequence"),
+    [
+        ("bank.warmup_steps", 2, 1, "the loss never uses"),
+        ("optim.warmup_steps", 500, 0.1, "the learning rate hardly reaches"),
+    ],
+)
+def test_a_warmup_as_long_as_the_run_is_said(
+    setting, long, short, consequence, data, tmp_path, capsys
+):
+    for steps in (long, short):
+        changes = {setting: steps, "optim.max_steps": 2}
+        train(train_config(data, tmp_path / str(steps), **changes))
+        found = f"{setting} is {steps}, but the run has only 2 steps, so {consequence}"
+        assert (found in capsys.readouterr().err) == (steps == long)
 
 
 def test_the_training_data_are_refused_as_dev_data(data, tmp_path):
