@@ -289,7 +289,7 @@ class Difference(NamedTuple):
     reference: RunGroup
     found: Comparison  # its p values are not corrected
     p: float
-    """P value over queries and seeds. With fewer than two common seeds: over queries. This and
+    """P value over queries and seeds. If one of the two has a single run: over queries. This and
     ``p_queries`` are corrected by Holm's method for the number of comparisons."""
     p_queries: float  # p value over queries
 

@@ -315,8 +315,8 @@ def search(
 ) -> Run:
     """Return the k best passages per query: query id -> list of (passage id, score).
 
-    A passage with the id of the query is left out, as in BEIR. All queries of a BEIR folder without
-    qrels are searched for. model: an encoder, the name or the
+    The queries are those that the split judges, or all queries of a BEIR folder without qrels. A
+    passage with the id of the query is left out, as in BEIR. model: an encoder, the name or the
     config of an encoder, or ``bm25``. policy: what to do with bad records. output: TREC run file to
     write. group: processes (see ``joined``) that share the work. All of them must call this
     function, and each gets the same run.
