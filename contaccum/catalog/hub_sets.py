@@ -108,6 +108,9 @@ class HubName:
                 f"{text}: not the name of a Hub data set, a local folder or a file; expected "
                 "hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN]"
             )
+        ending = _ending(repository.lower())
+        if not path and (repository.startswith((".", "/")) or ending in _ENDINGS):
+            raise InputError(f"{text}: {repository} not found; expected a file or a folder")
         # an empty one, as in hub:owner/name::split, is the default
         configuration = parts["configuration"] or None
         return cls(text, repository, parts["revision"], configuration, parts["split"], columns)

@@ -8,6 +8,7 @@ import time
 import warnings
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from contaccum.cli.parser import Command
@@ -52,9 +53,11 @@ def _train(config: TrainConfig) -> None:
     validate(config, process_place()[1], warn=False)
     with announced(LIBRARIES):
         from contaccum.training.loop import train
-        from contaccum.training.run_folder import next_steps
+        from contaccum.training.run_folder import CONFIG_FILE, next_steps
 
     if is_main():
+        if config.resume and not Path(config.output_dir, CONFIG_FILE).is_file():
+            print(f"{config.output_dir}: no run to resume; starting a new run", file=sys.stderr)
         _warn_of_other_settings(config.model)
     model = train(config)
     if is_main():

@@ -90,12 +90,16 @@ def read_questions(path: Path, on_error: OnError = stop) -> Iterator[Question]:
                 raise ValueError(row[1])
             yield Question(row[0], [require_utf8(answer, "") for answer in answers])
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            on_error(
-                location.error(
-                    f"the answers are {row[1][:80]!r}; they must be a list of strings such as "
-                    "['a', 'b']"
-                )
+            problem = (
+                f"the answers are {row[1][:80]!r}; they must be a list of strings such as "
+                "['a', 'b']"
             )
+            if location.line == 1:
+                problem += (
+                    ". If they are passages to train on, name the columns in the first line "
+                    f'(query, tab, pos), and give "hub:{path}?query=query&pos=pos"'
+                )
+            on_error(location.error(problem))
 
 
 def rows_of_cells(

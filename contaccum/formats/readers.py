@@ -171,9 +171,15 @@ def numbered_examples(
     """
     kind = kind_of_data(path)
     if kind not in FORMATS:
+        hint = ""
+        if kind == "questions":
+            hint = (
+                ". If the second column has passages, name the columns in the first line (query, "
+                f'tab, pos), and give "hub:{path}?query=query&pos=pos"'
+            )
         raise InputError(
             f"{path}: is a {kind} file; training examples must be DPR JSON, Tevatron JSONL, or "
-            "JSONL with query, pos and neg"
+            f"JSONL with query, pos and neg{hint}"
         )
     form = FORMATS[kind]
     records = json_records(path, form, form.description, on_error)

@@ -16,6 +16,7 @@ depend only on (seed, step).
 
 import hashlib
 import math
+import os
 import re
 import shlex
 import sys
@@ -171,9 +172,16 @@ def config_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def _changes(old: dict[str, Any], new: dict[str, Any], names: Iterable[str]) -> list[str]:
     changes = []
     for name in sorted(names):
-        if old.get(name) != new.get(name):
-            changes.append(f"{name} was {old.get(name)} and is {new.get(name)}")
+        before, now = old.get(name), new.get(name)
+        if before != now and not _same_path(before, now):
+            changes.append(f"{name} was {before} and is {now}")
     return changes
+
+
+def _same_path(one: Any, other: Any) -> bool:
+    """Return whether two settings are the same existing path, such as data/ and ../run/data."""
+    texts = isinstance(one, str) and isinstance(other, str)
+    return texts and os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
 
 
 def read_config(run: Path, name: str = CONFIG_FILE) -> dict[str, Any]:

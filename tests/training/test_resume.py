@@ -135,6 +135,17 @@ def test_resume_without_checkpoint_restarts_and_of_finished_run_does_nothing(dat
     assert weights(tmp_path / "new") == before
 
 
+def test_run_resumes_with_another_spelling_of_the_path_of_its_data(two_steps):
+    data, run = two_steps
+    before = weights(run)
+    named = {"data.dev": f"{data}/../{data.name}"}
+    train(train_config(f"{data}/.", run, resume=True, **TWO_STEPS, **named))
+    assert weights(run) == before
+    copy = shutil.copytree(data, data.parent / "copy")  # a copy is another path
+    with pytest.raises(InputError, match=r"data.train was .*data.* and is .*copy"):
+        train(train_config(copy, run, resume=True, **TWO_STEPS, **{"data.dev": str(data)}))
+
+
 def test_damaged_checkpoints_are_ignored(data, tmp_path, capsys):
     run = tmp_path / "run"
     train(train_config(data, run))
