@@ -76,39 +76,48 @@ class Retriever(ABC):
     @staticmethod
     def open(
         model: "EncoderConfig | DualEncoder | str | Path",
-        corpus: Dataset,
+        corpus: Dataset | str | Path | Mapping[str, str] | Sequence[str],
         settings: SearchConfig = DEFAULTS,
         group: Processes = ALONE,
         *,
         extra: Dataset | None = None,
     ) -> "Retriever":
-        """Load the model, then encode or index the corpus (columns id, title, text).
+        """Load the model, then encode or index the corpus.
 
-        model: an encoder, the name or the config of an encoder, or ``bm25``. group: processes of
+        model: an encoder, the name or the config of an encoder, or ``bm25``. corpus: texts by id, a
+        list of texts (their ids are 0, 1, ...), the path or the name of a data set, or a table of
+        passages with the columns id, title and text. group: processes of
         this search. They divide the corpus among themselves, must all search for the same queries,
         and each gets the complete run. extra: positives of the queries that are not in the corpus.
         ``rank`` returns their scores, but they are never found.
         """
+        table = passage_table(corpus)
         if isinstance(model, str | Path):
             model = EncoderConfig.of(model)
         if isinstance(model, EncoderConfig):
             if model.model == BM25_NAME:
-                return BM25(corpus, extra)
+                return BM25(table, extra)
             settings.check(group.world)  # before the slow loading
             folders = (settings.index_dir, settings.embeddings)
-            model = load_encoder_of(model, "passage", lambda: Texts("passage", corpus), *folders)
-        return DenseRetriever(model, corpus, settings, group, extra)
+            model = load_encoder_of(model, "passage", lambda: Texts("passage", table), *folders)
+        return DenseRetriever(model, table, settings, group, extra)
 
     def search(
-        self, queries: Mapping[str, str], k: int = 100, *, ignore_identical_ids: bool = False
+        self,
+        queries: Mapping[str, str] | Sequence[str],
+        k: int = 100,
+        *,
+        ignore_identical_ids: bool = False,
     ) -> Run:
         """Return the k best passages for each query, or fewer if the search finds fewer.
 
-        Passages with equal scores are in the order of the corpus. queries: query id -> text.
+        Passages with equal scores are in the order of the corpus. queries: query id -> text, or a
+        list of texts, whose ids are 0, 1, ...
         ignore_identical_ids: leave out a passage whose id equals the id of the query, as BEIR does.
         """
         if k < 1:
             raise InputError(f"k is {k}; expected at least 1")
+        queries = texts_by_id(queries)
         # one passage more, because one may have the id of the query
         rankings = list(self.rank(queries, k + ignore_identical_ids))
         run = make_run(queries, rankings, self.corpus)
@@ -133,6 +142,31 @@ class Retriever(ABC):
         positives: for each query, the row numbers of its positives. The rows of ``extra`` (see
         ``open``) follow the corpus rows. Empty: no query has positives.
         """
+
+
+def passage_table(corpus: Dataset | str | Path | Mapping[str, str] | Sequence[str]) -> Dataset:
+    """Return passages as a table with the columns id, title and text."""
+    if isinstance(corpus, str | Path):
+        return open_dataset(corpus).corpus
+    if not isinstance(corpus, Dataset):
+        texts = texts_by_id(corpus)
+        columns = {"id": list(texts), "title": [""] * len(texts), "text": list(texts.values())}
+        return Dataset.from_dict(columns)
+    if missing := {"id", "title", "text"}.difference(corpus.column_names):
+        raise InputError(
+            f"the table of passages has no column {', '.join(sorted(missing))}; expected id, title "
+            f"and text, found {', '.join(corpus.column_names)}"
+        )
+    return corpus
+
+
+def texts_by_id(texts: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
+    """Return texts by id. The ids of a list are 0, 1, ..."""
+    if isinstance(texts, str):
+        raise InputError(f"found the text {texts[:40]!r}; expected a list of texts, or texts by id")
+    if isinstance(texts, Mapping):
+        return texts
+    return {str(number): text for number, text in enumerate(texts)}
 
 
 class DenseRetriever(Retriever):

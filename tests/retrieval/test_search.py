@@ -1,6 +1,7 @@
 """Exact search against the obvious sort; approximate search against exact; ties, cuts and what is
 refused."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -321,6 +322,24 @@ def test_texts_are_found_by_their_words(tmp_path, embeddings):
         ("z", "a", 2),
     ]
     assert (tmp_path / "e" / "manifest.json").exists() == embeddings
+
+
+def test_a_corpus_is_a_list_texts_by_id_a_path_or_a_table(tmp_path):
+    by_id = {"b": "the Rhine flows north", "c": "green pears", "d": "Saturn has rings"}
+    lines = [json.dumps({"_id": key, "text": text}) for key, text in by_id.items()]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
+    table = {"id": list(by_id), "title": [""] * 3, "text": list(by_id.values())}
+    texts = list(by_id.values())
+    forms = [by_id, tmp_path / "corpus.jsonl", Dataset.from_dict(table), texts]
+    runs = [Retriever.open("bm25", form).search(["Saturn", "pears"], 1) for form in forms]
+    assert [hits[0][0] for hits in runs[0].values()] == ["d", "c"]
+    assert list(runs[0]) == ["0", "1"]
+    assert runs[0] == runs[1] == runs[2]
+    assert [hits[0][0] for hits in runs[3].values()] == ["2", "1"]
+    with pytest.raises(InputError, match="has no column title; expected id, title and text"):
+        Retriever.open("bm25", CORPUS.remove_columns("title"))
+    with pytest.raises(InputError, match="found the text 'pears'; expected a list of texts"):
+        Retriever.open("bm25", texts).search("pears")
 
 
 def test_finished_embeddings_serve_whatever_their_shard_size_and_form(tmp_path):
