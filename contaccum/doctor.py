@@ -141,7 +141,7 @@ def faiss() -> Diagnosis:
     """Check searches with faiss on the CPU and each GPU, in a child that imports torch first."""
     if find_spec("faiss") is None:
         found = "not installed; exact search uses torch, and --factory does not work"
-        advice = f"{install_command('cpu')}, or, for a GPU, pip install faiss-gpu-cu12"
+        advice = f"{install_command('cpu')}, or, for a GPU, {install_command('gpu')}"
         return Diagnosis("note", "faiss", found, advice)
     script = "from contaccum.retrieval.faiss_library import try_faiss; print(try_faiss())"
     try:

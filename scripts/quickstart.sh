@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Real search gets better in minutes: sets up, makes a data set of API documentation, evaluates BM25 and all-MiniLM-L6-v2, trains
 # this encoder with four methods at equal cost on two cores, and compares them. Run again, it does what is missing; delete
-# runs/quickstart to begin anew.
+# runs/quickstart to start again.
 set -euo pipefail
 CDPATH= cd "$(dirname "$0")/.."
 . scripts/environment.sh

@@ -239,7 +239,7 @@ SEPARATE = {
     ("changes", "sentence"),
     [
         ({"batch.micro_batch_size": 5},
-         "batch.global_batch_size 16 is not divisible by batch.micro_batch_size 5 x 1"),
+         "batch.global_batch_size 16 is not divisible by batch.micro_batch_size 5"),
         ({"batch.micro_batch_tokens": 320, "batch.micro_batch_size": 8, "bank.size": 12},
          "bank.size is 12, but cont_accum can push 16 entries at once"),
         (

@@ -111,11 +111,13 @@ def _dispatch(arguments: list[str]) -> None:
     elif name == "--version":
         print(f"contaccum {__version__}")
     else:
+        if not name:
+            raise InputError("no command given; contaccum --help lists the commands")
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.65)
         answer = "contaccum --help lists the commands"
         if near:
             answer = f"did you mean contaccum {near[0]}?"
-        raise InputError(f"{f'contaccum {name}'.strip()}: no such command; {answer}")
+        raise InputError(f"contaccum {name}: no such command; {answer}")
 
 
 def _start(name: str, parts: list[Any]) -> None:

@@ -377,7 +377,7 @@ COMMANDS = {
         "%(prog)s --config FILE [--method NAME | --methods all] [--memory 11GB] "
         "[--GROUP.FIELD VALUE ...]",
         (PlanConfig, TrainConfig),
-        skip=("resume",),
+        skip=("resume", "allow_changes"),
         group="train a model",
     ),
     "search": Command(
@@ -405,7 +405,7 @@ COMMANDS = {
         "merge the adapters of a LoRA model into its weights",
         "Merge the LoRA adapters of MODEL into its weights, and write the result as a model "
         "without adapters. The result computes the same vectors, up to rounding. The weights of a "
-        "4- or 8-bit encoder become float32.",
+        "4-bit encoder become float32.",
         "%(prog)s MODEL OUTPUT",
         (MergeConfig,),
         group="use a model",
@@ -466,7 +466,8 @@ COMMANDS = {
         "compare training runs: table, significance tests, HTML report",
         "Print a table of runs, the best first; runs that differ only in the seed are one row. The "
         "columns are the settings that differ, metric, training time, peak memory, number of "
-        "negatives and gradient-norm ratio, or with --against the differences and their tests.",
+        "negatives and (with two encoders) gradient-norm ratio, or with --against the differences "
+        "and their tests.",
         "%(prog)s RUN [RUN ...] [--metric NAME] [--against RUN] [--html FILE]",
         (ReportConfig,),
         group="measure and compare",

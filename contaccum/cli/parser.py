@@ -227,4 +227,5 @@ def overview(commands: Mapping[str, Command], group: str = "") -> str:
     lines += ["", f"`{prog} COMMAND --help` shows the options of a command."]
     if not group:
         lines.append("`contaccum --version` shows the version.")
+        lines.append("With `--debug`, an error also prints its traceback.")
     return "\n".join(lines)

@@ -59,7 +59,8 @@ class TrainConfig:
     """Random seed of the initial weights, the order of the examples, the choice of positives and
     negatives, and dropout."""
     output_dir: str = setting("", resume="free", metavar="DIR")
-    """Folder of the run. The folder must be new or empty, unless `resume` is given."""
+    """Folder of the run: new or empty, or the folder of a run to continue. `train` continues a run
+    only with `resume`; `compare` and `auto` always do."""
     resume: bool = setting(False, flag=True, resume="free")
     """Continue the run in `output_dir` from its newest checkpoint."""
     allow_changes: bool = setting(False, resume="free")

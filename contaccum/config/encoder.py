@@ -65,11 +65,11 @@ class ProcessConfig:
 
 @dataclass
 class EncoderConfig(EncodingConfig, ProcessConfig):
-    """Encoder to search with, and settings that override those stored in its folder."""
+    """Encoder, and settings that override those stored in its folder."""
 
     model: str = setting("", required=True, metavar="MODEL")
-    """Retriever: the folder of a run, of a trained model or of another encoder; a name on the Hub;
-    or `bm25` (search by words, without an encoder)."""
+    """Encoder: the folder of a run, of a trained model or of another encoder; a name on the Hub;
+    or, except in `encode`, `bm25` (search by words, without an encoder)."""
     truncate_dim: PositiveInt | None = None
     """Number of dimensions to keep of each vector. Use one of the `loss.matryoshka_dims` that the
     model was trained with. Default: as stored in the folder of the encoder, else all dimensions."""

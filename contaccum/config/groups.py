@@ -153,7 +153,9 @@ class BatchConfig:
         if self.global_batch_size % (pairs * world):
             divisor = f"{world} processes"
             if pairs > 1:
-                divisor = f"batch.micro_batch_size {pairs} x {divisor} = {pairs * world}"
+                divisor = f"batch.micro_batch_size {pairs}"
+                if world > 1:
+                    divisor += f" x {world} processes = {pairs * world}"
             yield f"batch.global_batch_size {self.global_batch_size} is not divisible by {divisor}"
 
 

@@ -31,9 +31,9 @@ State = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 class BankLoss:
-    """InfoNCE loss that compares a micro-batch with itself and with a bank (Kim et al.
+    """InfoNCE loss of a micro-batch, compared with itself and with a bank.
 
-    2024, arXiv 2406.12356).
+    Source: Kim et al. 2024 (arXiv 2406.12356).
     """
 
     def __init__(
