@@ -428,6 +428,7 @@ def test_a_config_of_a_mapping_is_the_config_that_it_came_from():
 
 READ_BY = {
     "bank.size": {"passage_bank", "cont_accum", "cont_cache"},
+    "bank.row_weight": {"cont_accum", "cont_cache"},
     "replay.share": {"grad_cache", "cont_cache"},
     "batch.micro_batch_size": set(METHODS) - {"in_batch"},
     "model.temperature": set(METHODS),

@@ -31,7 +31,7 @@ class WordEncoder:
         self.pause = pause  # seconds for each call, so that a test can kill it in between
         self.seen = 0
 
-    def fingerprint(self, kind: str) -> str:
+    def fingerprint(self, kind: str, batch_tokens: int | None = None) -> str:
         return f"{self.name}-{self.dim}-{kind}"
 
     def in_lockstep(self, kind: str) -> nullcontext:

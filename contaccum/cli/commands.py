@@ -151,10 +151,11 @@ def _evaluate(
         shared |= {"relevance_level": task.relevance_level, "evaluator": task.evaluator}
         data = str(task.data)
         sets = benchmark_sets(data, task.split)
+        for each in sets:
+            warn_of_training_data(encoder.model, each.data, each.split)
         if len(sets) > 1:
             return render_benchmark(evaluate_benchmark(encoder, data, task.split, **shared))
         data = sets[0].data if sets else data  # "scifact," names one data set
-        warn_of_training_data(encoder.model, data, task.split)
         return render_metrics(evaluate(encoder, data, task.split, **shared), task.metric)
 
 

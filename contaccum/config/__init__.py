@@ -167,6 +167,8 @@ class TrainConfig:
             yield "the settings of lora have no effect with lora.rank 0"
         if self.replay.share < 1 and not self.spec.two_pass:
             yield f"replay.share has no effect with method {self.method}"
+        if self.bank.row_weight != "all" and not affects("bank.row_weight", self.method):
+            yield f"bank.row_weight has no effect with method {self.method}"
         if self.run.early_stopping and self.data.dev is None:
             yield "run.early_stopping has no effect without data.dev"
         if self.run.cpu_offload and self.run.sharding != "fsdp":
@@ -212,6 +214,8 @@ def affects(name: str, method: str | None) -> bool:
         )
         return name.startswith("model.") and name not in only_training
     spec = METHOD_SPECS[method]
+    if name == "bank.row_weight":  # a bank without queries has no rows
+        return spec.bank == "pairs"
     if name.startswith("bank."):
         return spec.bank != "none"
     if name.startswith("replay."):

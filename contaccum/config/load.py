@@ -4,6 +4,7 @@ Every error names the file and line or the option, what was found, and what is a
 """
 
 import difflib
+import math
 import os
 import re
 import warnings
@@ -242,7 +243,11 @@ def converted(kind: Any, value: Any, where: str) -> Any:
     elif hasattr(value, "tolist"):  # a number or an array of NumPy or torch
         value = value.tolist()
     try:
-        return msgspec.convert(value, kind)
+        result = msgspec.convert(value, kind)
+        numbers = result if isinstance(result, list) else [result]
+        if any(isinstance(each, float) and not math.isfinite(each) for each in numbers):
+            raise InputError(f"{where} is {shown(value)}, expected a finite number")
+        return result
     except msgspec.ValidationError as error:
         of_wrong_type = "got" in str(error)  # msgspec's word for a value of a wrong type
         expected = "" if of_wrong_type else range_of(kind)

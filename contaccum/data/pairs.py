@@ -46,7 +46,9 @@ def record_of(pair: Sequence[Any] | Mapping[str, Any]) -> JsonlRecord:
     if isinstance(pair, str):
         raise TypeError("a text is no pair")
     if isinstance(pair, Mapping):
-        if {"query", "pos"} <= pair.keys():
+        unknown = pair.keys() - set(JsonlRecord.__struct_encode_fields__)
+        has_others = any(name.lower().startswith("neg") for name in unknown)
+        if {"query", "pos"} <= pair.keys() and not has_others:
             return msgspec.convert(dict(pair), JsonlRecord)
         pair = by_name(pair) or list(pair.values())
     query, positives, *others = pair

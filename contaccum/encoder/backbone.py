@@ -96,7 +96,10 @@ def load_backbone(
             with suppress(ValueError, ImportError), quiet_transformers():
                 backbone.set_attn_implementation(wanted)
         used = backbone.config._attn_implementation
-        if used != wanted:
+        if used == wanted:
+            # save_pretrained drops the private field, and a resumed run loads what it wrote
+            backbone.config.attn_implementation = wanted
+        else:
             warnings.warn(
                 f"{name}: config.json asks for {wanted} as the implementation of attention, "
                 f"which is not available here; {used} is used",

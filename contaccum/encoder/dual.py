@@ -272,12 +272,14 @@ class DualEncoder(nn.Module):
                 _store(vectors, *batch)
         return vectors
 
-    def fingerprint(self, kind: str) -> str:
+    def fingerprint(self, kind: str, batch_tokens: int | None = None) -> str:
         """Return the precision and a hash of the weights, vocabulary and settings of one tower.
 
         The settings include those of the backbone, such as the number of attention heads.
 
         Towers with the same fingerprint compute the same vectors. kind: ``query`` or ``passage``.
+        batch_tokens: maximum number of tokens of a batch, which counts only if padding changes the
+        vectors.
         """
         tower: Tower = getattr(self, f"{kind}_tower")
         digest = hashlib.sha256()
@@ -306,6 +308,8 @@ class DualEncoder(nn.Module):
         if self.settings.truncate_dim is not None:
             names.append("truncate_dim")
         digest.update(json.dumps([getattr(self.settings, name) for name in names]).encode())
+        if tower.padding_changes_vectors:
+            digest.update(f"batch_tokens {batch_tokens}".encode())
         return f"{self.precision} {digest.hexdigest()}"
 
     def set_dropout(self, probability: float | None, attention: float | None = None) -> None:

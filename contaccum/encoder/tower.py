@@ -118,6 +118,9 @@ class Tower(nn.Module):
         """Number of dimensions of the token vectors. Some OPT models project them to
         ``word_embed_proj_dim`` dimensions."""
         self.unpad = False
+        self.padding_changes_vectors = False
+        """Whether the vector of a text depends on the other texts of its batch (``check_padding``
+        finds it)."""
         # contaccum does not use BERT's pooler; freezing the pooler saves memory for gradients and
         # optimizer state
         if getattr(backbone, "pooler", None) is not None:
@@ -179,7 +182,7 @@ class Tower(nn.Module):
 
 
 def check_padding(tower: Tower, name: str) -> None:
-    """Warn if a text has another vector when it is padded to the length of another text."""
+    """Set ``padding_changes_vectors``, and warn if it is true."""
     batch = [SHORT_TEXT, SHORT_TEXT + 2 * MORE_WORDS]
     length = min(32, tower.position_limit)
     device = next(tower.parameters()).device
@@ -196,7 +199,8 @@ def check_padding(tower: Tower, name: str) -> None:
     precise = tower.backbone.dtype == torch.float32 and not getattr(
         tower.backbone, "is_quantized", False
     )
-    if difference > (1e-4 if precise else 0.05):
+    tower.padding_changes_vectors = difference > (1e-4 if precise else 0.05)
+    if tower.padding_changes_vectors:
         warnings.warn(
             f"{name}: padding changes the vectors, so the vector of a text depends on the other "
             f"texts of its batch (model type {tower.backbone.config.model_type}, distance "

@@ -105,7 +105,9 @@ def evaluate_benchmark(
             settings.index_dir and Path(settings.index_dir) / name,
             settings.embeddings and Path(settings.embeddings) / name,
         )
-        shared["encoder"] = f"{encoder.fingerprint('query')} {encoder.fingerprint('passage')}"
+        shared["encoder"] = " ".join(
+            encoder.fingerprint(kind, settings.batch_tokens) for kind in ("query", "passage")
+        )
         shared |= index_settings(settings)
     rows: dict[str, list[Metrics]] = {}
     for benchmark_set in sets:

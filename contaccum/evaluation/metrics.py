@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import numpy as np
 import pytrec_eval
 
 from contaccum.config import CUTOFFS
@@ -98,8 +99,11 @@ def evaluate_run(
     for query_id in qrels:
         if query_id in run:
             hits = run[query_id]
+            # trec_eval compares scores in single precision
             judged_run[query_id] = ranked(
-                hit for hit in hits if not ignore_identical_ids or hit[0] != query_id
+                (passage, float(np.float32(score)))
+                for passage, score in hits
+                if not ignore_identical_ids or passage != query_id
             )
     if run and not judged_run:
         raise InputError(

@@ -192,7 +192,7 @@ def passage_vectors(
                 encoder, texts, settings.embeddings, group, batch_tokens=settings.batch_tokens
             )
         group.barrier()
-        fingerprint = encoder.fingerprint(texts.kind)
+        fingerprint = encoder.fingerprint(texts.kind, settings.batch_tokens)
         folder = ShardFolder(
             settings.embeddings, fingerprint, texts.fingerprint, rank=group.rank, world=group.world
         )
@@ -225,7 +225,8 @@ def cached_vectors(
     processes of ``group`` must call this function; each of W processes encodes every W-th shard.
     Raises InputError if a vector is not finite.
     """
-    key = f"{encoder.fingerprint(texts.kind)} {texts.fingerprint} {texts.kind} {dtype}"
+    fingerprint = encoder.fingerprint(texts.kind, batch_tokens)
+    key = f"{fingerprint} {texts.fingerprint} {texts.kind} {dtype}"
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     folder = cache_folder() / "vectors" / name
     locks = cache_folder() / "locks"
@@ -290,7 +291,7 @@ def encode_texts(
     folder = Path(output_dir)
     job = EncodingJob(
         kind=texts.kind,
-        encoder=encoder.fingerprint(texts.kind),
+        encoder=encoder.fingerprint(texts.kind, batch_tokens),
         source=texts.fingerprint,
         rows=texts.rows,
         shard_size=shard_size,

@@ -259,7 +259,8 @@ def mine(
 
 def about_path(output: str | Path) -> Path:
     """Return the path of the report of an output file: ``mined.about.json`` for ``mined.jsonl``."""
-    return Path(output).with_suffix(".about.json")
+    path = Path(output)
+    return path.with_name(f"{path.name.removesuffix('.jsonl')}.about.json")
 
 
 def render_mined(report: Mapping[str, Any], output: str | Path) -> str:

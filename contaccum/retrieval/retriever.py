@@ -96,6 +96,9 @@ class Retriever(ABC):
             model = EncoderConfig.of(model)
         if isinstance(model, EncoderConfig):
             if model.model == BM25_NAME:
+                for name in ("embeddings", "factory", "index_dir"):
+                    if (value := getattr(settings, name)) != getattr(DEFAULTS, name):
+                        raise InputError(f"{name} {value!r} needs an encoder, and bm25 has none")
                 return BM25(table, extra)
             settings.check(group.world)  # before the slow loading
             folders = (settings.index_dir, settings.embeddings)
@@ -200,7 +203,9 @@ class DenseRetriever(Retriever):
         else:
             # the saved index belongs to these texts and this encoder
             source = Texts("passage", corpus).fingerprint
-            origin = Origin(settings.factory, encoder.fingerprint("passage"), source)
+            origin = Origin(
+                settings.factory, encoder.fingerprint("passage", settings.batch_tokens), source
+            )
             self.index = Index.load_or_build(
                 settings.index_dir, origin, lambda: self.vectors[0], device
             )

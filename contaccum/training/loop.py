@@ -121,7 +121,8 @@ def load_data(config: TrainConfig) -> RunData:
         return RunData(train_set, None, 0)
     whole = open_dataset(config.data.dev, config.data.dev_split, config.data.policy).retrieval_set
     passages = len(whole.corpus)
-    dev = sample_passages(whole, config.data.dev_passages or passages, config.seed)
+    # the same sample for every seed, so that the dev scores of several seeds can be compared
+    dev = sample_passages(whole, config.data.dev_passages or passages, seed=0)
     return RunData(train_set, dev, passages)
 
 
@@ -592,6 +593,15 @@ class Training:
             self.save()
         return run_folder.last_good_state(self.folder)
 
+    def _require_finite_weights(self) -> None:
+        """Raise InputError if the last update made a weight NaN or infinite."""
+        if not self.engine.finite_weights():
+            raise InputError(
+                f"step {self.done}: a weight is NaN or infinite after the update; "
+                f"{run_folder.last_good_state(self.folder)}. Continue with --resume "
+                "--allow_changes true and a lower optim.learning_rate."
+            )
+
     def evaluate(self) -> None:
         """Evaluate the current model on the dev set.
 
@@ -643,6 +653,7 @@ class Training:
 
     def _save_model(self) -> None:
         """Save the model, and move metrics.json away if it belongs to an older one."""
+        self._require_finite_weights()
         file = self.folder / "model" / SETTINGS_FILE  # has the hashes of the weights
         before = file.read_bytes() if self.engine.is_main and file.is_file() else None
         if self.engine.is_main or self.engine.sharded:
@@ -658,6 +669,7 @@ class Training:
 
         All processes wait until it is complete.
         """
+        self._require_finite_weights()
         engine = self.engine
         if engine.is_main or engine.sharded:
             state = {

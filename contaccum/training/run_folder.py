@@ -32,7 +32,7 @@ from contaccum.config.load import CONFIG_VERSION, check_version, flat, read_yaml
 from contaccum.data.dataset import is_trained_on
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.data.train_set import TrainSet
-from contaccum.encoder import SETTINGS_FILE, TOWERS
+from contaccum.encoder import SETTINGS_FILE, TOWERS, model_folder
 from contaccum.errors import InputError
 from contaccum.runtime.files import (
     is_leftover,
@@ -192,12 +192,18 @@ def read_config(run: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
     path = run / name
     values = read_yaml(str(path))
     check_version(values.pop("format_version", CONFIG_VERSION), f"{path}: format_version")
+    parts = ("method", "seed", "output_dir", "model", "data", "batch", "optim", "run")
+    if missing := [part for part in parts if part not in values]:
+        raise InputError(
+            f"{path}: has no {missing[0]}, so it is not the {name} that a run writes. Move the "
+            "file, or choose another folder."
+        )
     return values
 
 
 def warn_of_training_data(model: str, data: str, split: str) -> None:
     """Warn if a run trained ``model`` on the split ``split`` of ``data``."""
-    run = Path(model).absolute().parent
+    run = Path(model_folder(model)).absolute().parent
     if not (run / CONFIG_FILE).is_file():
         return
     with suppress(InputError):  # the file of another program, or of an older version

@@ -242,6 +242,11 @@ def test_attention_of_config_json_falls_back(key, family, asked, used, tmp_path)
         asked != used
     )
     np.testing.assert_allclose(encoders[0].encode_queries(TEXTS), expected, atol=1e-5)
+    encoders[0].save(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved.get("attn_implementation") == (asked if asked == used else None)
+    again = DualEncoder.load(tmp_path / "saved").query_tower.backbone.config
+    assert again._attn_implementation == used
     if asked != used:
         return
     for option in ("eager", "sdpa"):
@@ -381,6 +386,9 @@ def test_models_whose_vectors_depend_on_padding_warn(family, bert, tmp_path):
     assert (np.abs(alone - together).max() > 1e-5) == (own is not None)
     if found:
         assert f"model type {family}" in found[0]
+    # cached vectors of other batches are not reused then
+    prints = {encoders[0].fingerprint("query", tokens) for tokens in (None, 1)}
+    assert len(prints) == (2 if own is not None else 1)
 
 
 def test_the_padding_check_sees_each_tower_and_precision(bert, tmp_path):

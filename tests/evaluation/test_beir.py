@@ -352,3 +352,7 @@ def test_equal_scores_are_ranked_by_every_metric_as_in_trec_eval():
     for relevant, expected in (("b", 1.0), ("a", 0.5)):
         means = evaluate_run({"q": {relevant: 1}}, run)["mean"]
         assert means["mrr@10"] == means["map@10"] == expected
+    # it compares single precision, in which these scores are equal
+    close = evaluate_run({"q": {"a": 1}}, {"q": [("a", 1.0 + 1e-9), ("b", 1.0)]}, cutoffs=(1,))
+    assert close["mean"]["mrr@1"] == 0
+    assert list(close["first_passages"]["q"]) == ["b", "a"]

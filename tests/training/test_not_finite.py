@@ -77,6 +77,18 @@ def spoil_gradient(patch, step: int) -> None:
     patch.setattr(Engine, "reduce_gradients", reduce)
 
 
+@pytest.mark.parametrize("changes", [{}, {"run.save_steps": 1, "optim.max_steps": 2}], ids=str)
+def test_weights_that_an_update_made_infinite_are_not_saved(changes, data, tmp_path):
+    run = tmp_path / "run"
+    exploding = {"optim.max_steps": 1, "optim.learning_rate": 1e38, **changes}
+    with pytest.raises(InputError, match=r"step 1: a weight is NaN or infinite .* at step 0\. Con"):
+        train(train_config(data, run, **exploding))
+    assert not (run / "model").exists()
+    assert not list(run.glob("checkpoints/step*"))
+    train(train_config(data, run, resume=True, allow_changes=True, **changes))  # as advised
+    assert all(weight.isfinite().all() for weight in DualEncoder.load(run / "model").parameters())
+
+
 SPOILERS = {"embedding": spoil_embedding, "loss": spoil_loss, "gradient": spoil_gradient}
 SENTENCES = {
     "embedding": r"step 4 \(queries q\d+, q\d+, q\d+, q\d+.*\): an embedding contains NaN or "

@@ -30,6 +30,7 @@ def test_tuples_dicts_and_a_dataset_are_the_same_file():
         {"neg": ["wrong", "bad"], "pos": ["answer"], "query": "question"},
         {"query_id": "a", "query": "question", "pos_id": ["b"], "pos": ["answer"],
          "neg_id": ["c", "d"], "neg": ["wrong", "bad"]},
+        {"query": "question", "pos": "answer", "negative": ["wrong", "bad"]},
         {"first": "question", "second": "answer", "third": "wrong", "fourth": "bad"},
     ],
 )  # fmt: skip

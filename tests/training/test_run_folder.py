@@ -9,6 +9,7 @@ from helpers import train_config, weights, write_beir
 
 from contaccum.cli import main
 from contaccum.errors import InputError
+from contaccum.experiments.report import console_report
 from contaccum.runtime.files import sha256_of
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
@@ -74,6 +75,15 @@ def test_state_of_another_version_is_refused(change, said, scene, tmp_path):
     with pytest.raises(InputError, match=said) as error:
         resume(scene, run)
     assert "step-00000003/state.json" in str(error.value)
+
+
+def test_a_config_that_no_run_wrote_is_refused(scene, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("seed: 1\n")
+    for call in (lambda: resume(scene, run), lambda: console_report([str(run)], "ndcg@10")):
+        with pytest.raises(InputError, match=r"config\.yaml: has no method, so it is not the"):
+            call()
 
 
 @pytest.mark.parametrize("version", [2, None])

@@ -14,7 +14,7 @@ from contaccum.data.dev_set import sample_passages
 from contaccum.errors import InputError
 from contaccum.runtime.files import read_json
 from contaccum.training.log import read_log
-from contaccum.training.loop import Training
+from contaccum.training.loop import Training, load_data
 
 ONLY_MODEL = {"run.keep_checkpoints": None}
 
@@ -85,11 +85,17 @@ def test_an_evaluation_on_the_training_data_is_named(data, tmp_path, monkeypatch
     """Its scores say nothing about other queries."""
     monkeypatch.chdir(tmp_path)
     train(train_config(data, tmp_path / "run", **{"optim.max_steps": 1}))
-    for split, warned in (("train", True), ("dev", False)):
-        call = ["evaluate", "--model", "run/model", "--data", str(data), "--split", split]
-        assert main(call) == 0
+    copy = shutil.copytree(data, tmp_path / "copy")
+    for output, model, sets, split, warned in (
+        ("1", "run/model", str(data), "train", True),
+        ("2", "run", str(data), "train", True),
+        ("3", "run/model", f"{data},{copy}", "train", True),
+        ("4", "run/model", str(data), "dev", False),
+    ):
+        options = ["--data", sets, "--split", split, "--output", output]
+        assert main(["evaluate", "--model", model, *options]) == 0
         said = capsys.readouterr().err
-        assert ("run/model was trained on these queries" in said) == warned
+        assert (f"{model} was trained on these queries" in said) == warned
 
 
 def test_shares_of_the_run_decide_when_to_save_and_evaluate(data, tmp_path, capsys):
@@ -126,6 +132,8 @@ def test_dev_corpus_is_sampled_once_and_named(data, tmp_path, capsys):
 
     changes = {"data.dev": str(data), "data.dev_passages": most, "optim.max_steps": 1}
     train(train_config(data, tmp_path / "run", **changes))
+    other = train_config(data, tmp_path / "other", seed=1, **changes)
+    assert load_data(other).dev.fingerprint() == sampled.fingerprint()  # scores can be compared
     label = f"ndcg@10 on {most} of {len(whole.corpus)} passages"
     assert f"dev {label} " in capsys.readouterr().err
     assert read_json(tmp_path / "run" / "dev_metrics.json")["label"] == label
