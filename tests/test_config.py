@@ -291,8 +291,15 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
             "model.passage_name has no effect with model.name tiny",
         ),
         ({"replay.share": 0.5}, "replay.share has no effect with method cont_accum"),
+        ({"run.eval_steps": 2}, "run.eval_steps has no effect without data.dev"),
+        ({"data.dev_split": "a"}, "data.dev_split has no effect without data.dev"),
+        ({"bank.size": 0, "bank.age_decay": 1.0}, "bank.age_decay has no effect with bank.size 0"),
+        (
+            {"loss.distillation_weight": 2.0},
+            "loss.distillation_weight has no effect without loss.distillation",
+        ),
         ({"run.early_stopping": 2}, "run.early_stopping has no effect without data.dev"),
-        ({"lora.alpha": 3.0}, "the settings of lora have no effect with lora.rank 0"),
+        ({"lora.alpha": 3.0}, "lora.alpha has no effect with lora.rank 0"),
         ({"run.cpu_offload": True}, "run.cpu_offload has no effect without run.sharding fsdp"),
         (
             {"loss.margin_strategy": "relative"},

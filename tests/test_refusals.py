@@ -312,6 +312,8 @@ FILES: list[tuple[str, object, str, str]] = [
      'qrels/<split>.tsv. To read its tables, give "hub:d/qrels?query=COLUMN&pos=COLUMN"'),
     ("d/qrels/test.tsv", QRELS[:25], "data check d",
      "d/qrels/test.tsv: has no valid judgement; a split needs at least one"),
+    ("d/qrels/test.tsv", "corpus-id\tquery-id\tscore\np0\tq0\t1\n", "data check d",
+     "d/qrels/test.tsv:1: found the header corpus-id, query-id, score; expected query-id, corp"),
     ("d/qrels/test.tsv", "q0\tp0\t0\n", "evaluate --model bm25 --data d",
      "d/qrels/test.tsv: no query has a positive; at least"),
     ("q.tsv", "q0 0 p0 1\nq0 0 p0\n", "evaluate --run run.trec --qrels q.tsv",
@@ -347,7 +349,7 @@ if os.geteuid() != 0:  # root may read everything
 
 # command with sound files -> the error
 COMMANDS: list[tuple[str, str]] = [
-    ("", "contaccum: no such command; contaccum --help lists the commands"),
+    ("", "no command given; contaccum --help lists the commands"),
     ("data", "contaccum data: no such command; contaccum --help lists the commands"),
     ("searchh", "contaccum searchh: no such command; did you mean contaccum search?"),
     ("report", "contaccum report: the following arguments are required: RUNS; contaccum report "
@@ -434,6 +436,10 @@ INPUTS = [
 # command -> the error, before the work begins
 OUTPUTS: list[tuple[str, str]] = [
     *((call, f"{call.split()[-1]}: is an input of this call") for call in INPUTS),
+    (f"search {BM25} --output pairs.jsonl", "pairs.jsonl: exists and is not a TREC run"),
+    (f"evaluate {BM25} --output run.trec", "run.trec: exists and is not metrics"),
+    (f"{TO_EVALUATE_A_RUN} --output pairs.jsonl", "pairs.jsonl: exists and is not metrics"),
+    ("report r --html pairs.jsonl", "pairs.jsonl: exists and is not a page"),
     ("mine --model bm25 --data pairs.jsonl --output pairs.jsonl",
      "pairs.jsonl: exists already; choose a new path"),
     ("mine --model bm25 --data mined.about.json --output mined.jsonl",
@@ -575,7 +581,7 @@ def test_an_output_next_to_the_inputs_is_written_again():
     output = Path("d/run.trec")
     assert main(call.split()) == 0
     written = output.read_bytes()
-    output.write_text("older")
+    output.write_text("q0 Q0 p0 1 9.5 older\n")
     assert main(call.split()) == 0
     assert output.read_bytes() == written
 

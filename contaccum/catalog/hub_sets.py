@@ -37,6 +37,7 @@ from contaccum.formats.readers import Key, TextRecord, grade_of, kind_of_record,
 from contaccum.formats.records import (
     READER_VERSION,
     SourceLocation,
+    numbered_lines,
     record_line,
     write_beir_folder,
 )
@@ -54,7 +55,7 @@ FAILURES: tuple[Any, ...] = (
 )
 """Errors that can occur while a data set is loaded. ``datasets`` raises RuntimeError if the data
 set has a loading script."""
-LABELS = "labelled_0.json"  # number of rows with label 0, next to examples.jsonl
+LABELS = "low_labels.json"  # number of rows with a low label or score, next to examples.jsonl
 Row = dict[str, Any]
 Rows = Iterable[tuple[SourceLocation, Row]]
 """Rows of a file: pairs of the location (for error messages) and the row."""
@@ -260,30 +261,39 @@ def fetch_hub(name: HubName, split: str) -> Path:
         files = found[split]
 
     def write(folder: Path) -> None:
-        labelled_0 = 0
+        irrelevant = 0
         form = None
         with open(folder / "examples.jsonl", "wb") as file:
-            for number, (_, row) in enumerate(name.rows(files), 1):
-                location = SourceLocation(Path(name.text), 0, number)
-                labelled_0 += str(row.get("label")) in ("0", "0.0", "False")
+            for number, (place, row) in enumerate(name.rows(files), 1):
+                is_local = os.path.exists(name.repository) and place.line
+                location = place if is_local else SourceLocation(Path(name.text), 0, number)
+                irrelevant += any(_is_low(row.get(name)) for name in ("label", "score"))
                 if name.columns:
                     record: object = _mapped(name, row, location)
                 else:
                     form = form or FORMATS[kind_of_record(row, location) or "jsonl"]
                     record = _typed(location, row, form)
                 file.write(record_line(record))
-        write_json(folder / LABELS, labelled_0)
+        write_json(folder / LABELS, irrelevant)
 
     key = [READER_VERSION, name.repository, name.configuration, name.columns, _key(files)]
     folder = cached_folder("hub", key, write)
-    if labelled_0 := read_json(folder / LABELS, int):
+    if irrelevant := read_json(folder / LABELS, int):
         warnings.warn(
-            f"{name.text}: {counted(labelled_0, 'row')} with label 0. The column label is not "
-            "read, so every row counts as a positive pair. If 0 means not relevant, remove these "
-            "rows.",
+            f"{name.text}: {counted(irrelevant, 'row')} with a label or score below 0.5. These "
+            "columns are not read, so every row counts as a positive pair. If a low value means "
+            "not relevant, remove these rows, or make their passages negatives (neg=COLUMN).",
             stacklevel=2,
         )
     return folder / "examples.jsonl"
+
+
+def _is_low(label: Any) -> bool:
+    """Return whether a label or score means that the passage is not relevant."""
+    try:
+        return str(label) == "False" or float(label) < 0.5
+    except (TypeError, ValueError):
+        return False
 
 
 def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row:
@@ -296,7 +306,7 @@ def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row:
         texts: list[str] = []
         for column in columns:
             if column not in row:
-                available = ", ".join(map(quoted_column, row))
+                available = ", ".join(repr(quoted_column(each)) for each in row)
                 raise location.error(f"column {column!r} not found; available: {available}")
             value = row[column]
             for text in value if isinstance(value, list) else [value]:
@@ -412,16 +422,16 @@ def file_rows(path: Path) -> Rows:
     if ending in (".jsonl", ".json"):
         yield from json_records(path, Row, "a row (an object)")
     elif ending in (".csv", ".tsv"):
+        first = next((line for _, line in numbered_lines(path)), "")
+        if ending == ".csv" and re.match('"[^"]*";', first):
+            raise InputError(_semicolons(path))
         rows = rows_of_cells(path, "," if ending == ".csv" else "\t")
         _, header = next(rows, (None, []))
         if not header:
             raise InputError(f"{path}: is empty; the first line must have the names of the columns")
         if ending == ".csv" and len(header) == 1:
             if ";" in header[0]:
-                raise InputError(
-                    f"{path}:1: found semicolons between the columns; save the file again with "
-                    "commas"
-                )
+                raise InputError(_semicolons(path))
             if "\t" in header[0]:
                 raise InputError(
                     f"{path}:1: found tabs between the columns; end the file's name with .tsv"
@@ -449,6 +459,10 @@ def file_rows(path: Path) -> Rows:
                 yield SourceLocation(path, 0, number), row
     else:
         raise InputError(f"{path}: unknown file ending; expected one of {', '.join(_ENDINGS)}")
+
+
+def _semicolons(path: Path) -> str:
+    return f"{path}:1: found semicolons between the columns; save the file again with commas"
 
 
 def _typed(location: SourceLocation, row: Row, type_: type[Typed]) -> Typed:

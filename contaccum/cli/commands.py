@@ -36,9 +36,10 @@ from contaccum.config.commands import (
 )
 from contaccum.config.experiments import AutoConfig, CompareConfig, PlanConfig, ReportConfig
 from contaccum.errors import InputError
-from contaccum.runtime.checks import refuse_input_as_output
+from contaccum.runtime.checks import refuse_input_as_output, refuse_other_file
 from contaccum.runtime.launch import is_main, process_place
 from contaccum.runtime.progress import announced
+from contaccum.runtime.units import counted
 
 LIBRARIES = "loading PyTorch and other libraries"
 
@@ -53,10 +54,10 @@ def _train(config: TrainConfig) -> None:
     validate(config, process_place()[1], warn=False)
     with announced(LIBRARIES):
         from contaccum.training.loop import train
-        from contaccum.training.run_folder import CONFIG_FILE, next_steps
+        from contaccum.training.run_folder import next_steps
 
     if is_main():
-        if config.resume and not Path(config.output_dir, CONFIG_FILE).is_file():
+        if config.resume and not Path(config.output_dir).exists():
             print(f"{config.output_dir}: no run to resume; starting a new run", file=sys.stderr)
         _warn_of_other_settings(config.model)
     model = train(config)
@@ -167,6 +168,7 @@ def _evaluate_run_file(task: EvaluateConfig, policy: DataPolicy) -> str:
     run, qrels = str(task.run), str(task.qrels)
     output = task.output if is_main() else None
     refuse_input_as_output(output, run, qrels, task.against)
+    refuse_other_file(output, "metrics")
     metrics = evaluate_run_file(run, qrels, None, task.relevance_level, policy)
     if task.metric not in metrics["mean"]:
         raise InputError(f"{run}: has too few passages per query for --metric {task.metric}")
@@ -268,7 +270,14 @@ def _doctor() -> None:
 def _check(data: CheckConfig, policy: DataPolicy) -> str:
     from contaccum.data.commands import check, render
 
-    return render(check(data.path, data.split, policy))
+    stats = check(data.path, data.split, policy)
+    if shared := stats.get("queries in several splits"):
+        print(
+            f"contaccum: {data.path}: {counted(shared, 'query')} in several splits (equal texts); "
+            "scores on queries that training reads are too high",
+            file=sys.stderr,
+        )
+    return render(stats)
 
 
 def _convert(data: ConvertConfig, policy: DataPolicy) -> str:

@@ -34,7 +34,7 @@ from contaccum.config.groups import (
     OptimConfig,
     ReplayConfig,
 )
-from contaccum.config.load import check_values, load, settings_of, with_changes
+from contaccum.config.load import check_values, flat, load, settings_of, with_changes
 from contaccum.config.load import from_mapping as _from_mapping
 from contaccum.config.run import CUTOFFS, METRIC_CUTS, METRIC_MEASURES, RunConfig
 from contaccum.errors import InputError
@@ -161,24 +161,34 @@ class TrainConfig:
 
     def unused(self) -> Iterator[str]:
         """Yield a sentence for each setting that was changed but has no effect."""
-        if self.model.name == "tiny" and self.model.passage_name is not None:
-            yield "model.passage_name has no effect with model.name tiny"
-        if self.lora.rank == 0 and self.lora != AdapterConfig():
-            yield "the settings of lora have no effect with lora.rank 0"
-        if self.replay.share < 1 and not self.spec.two_pass:
-            yield f"replay.share has no effect with method {self.method}"
-        if self.bank.row_weight != "all" and not affects("bank.row_weight", self.method):
-            yield f"bank.row_weight has no effect with method {self.method}"
-        if self.run.early_stopping and self.data.dev is None:
-            yield "run.early_stopping has no effect without data.dev"
-        if self.run.cpu_offload and self.run.sharding != "fsdp":
-            yield "run.cpu_offload has no effect without run.sharding fsdp"
-        masks_by_score = self.loss.guide is not None or self.loss.false_negative_margin is not None
-        if self.loss.margin_strategy == "relative" and not masks_by_score:
-            yield (
-                "loss.margin_strategy has no effect without loss.false_negative_margin or "
-                "loss.guide"
-            )
+        spec, loss = self.spec, self.loss
+        with_method = f"with method {self.method}"
+        by_score = loss.guide is not None or loss.false_negative_margin is not None
+        # condition, names of settings or of groups, and reason
+        rules: tuple[tuple[bool, str, str], ...] = (
+            (self.model.name == "tiny", "model.passage_name", "with model.name tiny"),
+            (self.model.name != "tiny", "model.tiny_", "without model.name tiny"),
+            (self.lora.rank == 0, "lora.", "with lora.rank 0"),
+            (not self.data.hard_negatives, "data.fill_negatives", "with data.hard_negatives 0"),
+            (not self.data.mixture, "data.mixture_batches", "without data.mixture"),
+            (self.data.dev is None, "data.dev_", "without data.dev"),
+            (self.data.dev is None, "run.eval_steps", "without data.dev"),
+            (self.data.dev is None, "run.early_stopping", "without data.dev"),
+            (not spec.two_pass, "replay.share", with_method),
+            (spec.bank == "passages", "bank.row_weight", with_method),
+            (self.bank.size == 0, "bank.", "with bank.size 0"),
+            (not self.distils, "loss.distillation_", "without loss.distillation"),
+            (not self.distils, "loss.teacher_", "without loss.distillation"),
+            (not by_score, "loss.margin_strategy",
+             "without loss.false_negative_margin or loss.guide"),
+            (self.run.sharding != "fsdp", "run.cpu_offload", "without run.sharding fsdp"),
+        )  # fmt: skip
+        mine, usual = flat(asdict(self)), flat(asdict(TrainConfig()))
+        changed = [name for name in mine if mine[name] != usual[name] and name != "bank.size"]
+        for applies, start, reason in rules:
+            for name in changed:
+                if applies and name.startswith(start):
+                    yield f"{name} has no effect {reason}"
 
 
 @cache

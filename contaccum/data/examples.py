@@ -171,7 +171,7 @@ def load_examples(path: Path, policy: DataPolicy, table: str | None = None) -> E
     if not os.path.isfile(path):
         raise InputError(f"{path}: no such file or folder")
     if policy.repair:
-        warnings.warn(f"{path}: repair has no effect on a file of examples", stacklevel=4)
+        warnings.warn(named(f"{path}: repair has no effect on a file of examples"), stacklevel=4)
     try:
         folder, about = cached_tables(
             "examples", file_key(path), lambda folder: build_examples(path, folder)

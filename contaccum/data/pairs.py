@@ -18,12 +18,14 @@ from contaccum.runtime.files import write_text
 def pairs_file(pairs: Iterable[Sequence[Any] | Mapping[str, Any]]) -> Path:
     """Write pairs to a JSONL file in the cache, and return its path. Equal pairs get one file.
 
-    pairs: tuples or dicts, or a ``datasets.Dataset``. A dict may be an object of a JSONL file
-    (query, pos, neg), or have usual names such as anchor, positive and negative_1. Otherwise, as in
-    a tuple, the first value is the query, the second the positive, and the others are hard
-    negatives, as the columns in sentence-transformers. Instead of one text, positives and negatives
-    may be lists of texts. Raises InputError for anything else.
+    pairs: tuples or dicts, a ``datasets.Dataset``, or a data frame of pandas. A dict may be an
+    object of a JSONL file (query, pos, neg), or have usual names such as anchor, positive and
+    negative_1. Otherwise, as in a tuple, the first value is the query, the second the positive, and
+    the others are hard negatives, as the columns in sentence-transformers. Instead of one text,
+    positives and negatives may be lists of texts. Raises InputError for anything else.
     """
+    if hasattr(pairs, "to_dict") and hasattr(pairs, "columns"):  # a data frame of pandas
+        pairs = pairs.to_dict("records")
     lines = []
     for number, pair in enumerate(pairs):
         try:

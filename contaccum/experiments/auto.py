@@ -33,7 +33,7 @@ from typing import Literal
 import numpy as np
 from datasets import Dataset
 
-from contaccum.config import TrainConfig
+from contaccum.config import DataConfig, TrainConfig
 from contaccum.config.experiments import AutoConfig
 from contaccum.data.dataset import load_training, open_dataset, require_other_dev
 from contaccum.data.dev_set import hold_out, write_dev_set
@@ -163,6 +163,16 @@ class Auto:
         self.state = State(settings, file=self.output / STATE_FILE, began=began)
         self.source = open_dataset(base.data.train, base.data.split, base.data.policy)
         splits = splits_of(self.source.path) if self.source.path.is_dir() else []
+        # without such a split, other queries are used, but not if its name was only mistyped
+        for name, data, split, usual in (
+            ("data.dev_split", base.data.dev, base.data.dev_split, DataConfig.dev_split),
+            ("test_split", options.test, options.test_split, AutoConfig.test_split),
+        ):
+            if data is None and split not in {*splits, usual}:
+                raise InputError(
+                    f"{name} is {split}, but {base.data.train} has no such split; available: "
+                    f"{', '.join(splits) or 'none'}"
+                )
         dev = base.data.dev or (base.data.train if base.data.dev_split in splits else None)
         require_other_dev(replace(base.data, dev=dev))
         self.dev_source = (dev, base.data.dev_split) if dev else None

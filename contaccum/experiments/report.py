@@ -20,6 +20,7 @@ from contaccum.experiments.run_records import (
     group_runs,
     load_run_record,
 )
+from contaccum.runtime.checks import refuse_other_file
 from contaccum.runtime.files import write_text
 from contaccum.runtime.units import counted
 
@@ -46,6 +47,7 @@ def console_report(
     against: folder of the reference run of the significance tests. None: no tests. width: maximum
     length of a line.
     """
+    refuse_other_file(page, "a page")
     runs = [load_run_record(folder) for folder in folders]
     tested = {frozenset(run.per_query): run for run in runs if run.per_query}
     if len(tested) > 1:

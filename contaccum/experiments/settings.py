@@ -86,6 +86,9 @@ def variants(
 
     A variant has no value for a setting that its method does not read.
     """
+    for name in (*varied, *tuned):
+        if not any(affects(name, method) for method in methods):
+            raise InputError(f"{name} has no effect with {', '.join(methods)}; do not vary it")
     return [
         Variant(named(method, values), method, values, combinations(tuned, method))
         for method in methods

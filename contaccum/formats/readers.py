@@ -139,8 +139,16 @@ def read_qrels(path: Path, on_error: OnError = stop) -> Iterator[Judgement]:
             continue
         columns = len(cells)
         named = cells[0].lower().replace("_", "-") in ("query-id", "qid", "query")
-        if is_first and named and not _GRADE.fullmatch(cells[-1]):
-            continue  # a header
+        if is_first and not _GRADE.fullmatch(cells[-1]):
+            if named:
+                continue  # a header
+            if any("query" in cell.lower() for cell in cells):
+                on_error(
+                    location.error(
+                        f"found the header {', '.join(cells)}; expected query-id, corpus-id, score"
+                    )
+                )
+                continue
         try:
             if not cells[0] or not cells[-2]:
                 raise location.error("found an empty id; queries and passages need an id")

@@ -15,6 +15,7 @@ import regex
 from datasets import Dataset, concatenate_datasets
 from tqdm.auto import tqdm
 
+from contaccum.config import ENCODER_SETTINGS
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.retrieval_set import RetrievalSet, splits_of
@@ -38,7 +39,7 @@ from contaccum.retrieval.runs import (
     write_run,
 )
 from contaccum.retrieval.shards import Shards
-from contaccum.runtime.checks import refuse_input_as_output
+from contaccum.runtime.checks import refuse_input_as_output, refuse_other_file
 from contaccum.runtime.processes import ALONE, Processes
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ STOP_WORDS = {
 }  # fmt: skip
 """Lucene's English stop words."""
 DEFAULTS = SearchConfig()
+_OF_ENCODER = (*ENCODER_SETTINGS, "truncate_dim", "precision")
 
 
 class Retriever(ABC):
@@ -96,9 +98,8 @@ class Retriever(ABC):
             model = EncoderConfig.of(model)
         if isinstance(model, EncoderConfig):
             if model.model == BM25_NAME:
-                for name in ("embeddings", "factory", "index_dir"):
-                    if (value := getattr(settings, name)) != getattr(DEFAULTS, name):
-                        raise InputError(f"{name} {value!r} needs an encoder, and bm25 has none")
+                refuse_unused(model, EncoderConfig(BM25_NAME), _OF_ENCODER)
+                refuse_unused(settings, DEFAULTS, ("embeddings", "factory", "index_dir"))
                 return BM25(table, extra)
             settings.check(group.world)  # before the slow loading
             folders = (settings.index_dir, settings.embeddings)
@@ -145,6 +146,16 @@ class Retriever(ABC):
         positives: for each query, the row numbers of its positives. The rows of ``extra`` (see
         ``open``) follow the corpus rows. Empty: no query has positives.
         """
+
+
+def refuse_unused(settings: Any, defaults: Any, names: Sequence[str]) -> None:
+    """Raise InputError if one of the settings ``names`` was changed, because bm25 does not use it.
+
+    settings, defaults: instances of the same dataclass.
+    """
+    for name in names:
+        if (value := getattr(settings, name)) != getattr(defaults, name):
+            raise InputError(f"{name} {value!r} needs an encoder, and bm25 has none")
 
 
 def passage_table(corpus: Dataset | str | Path | Mapping[str, str] | Sequence[str]) -> Dataset:
@@ -363,6 +374,7 @@ def search(
     refuse_input_as_output(
         output, data, getattr(model, "model", model), settings.embeddings, settings.index_dir
     )
+    refuse_other_file(output, "a TREC run")
     with group.main_first():
         dataset = open_dataset(data, split, policy)
         if dataset.kind == "beir" and not splits_of(dataset.path):
@@ -394,6 +406,8 @@ def look(
 
     split: used only for a data set of the Hub.
     """
+    if not query.strip():
+        raise InputError("the query is empty; expected a text")
     with group.main_first():
         dataset = open_dataset(data, split, policy)
         corpus = dataset.corpus

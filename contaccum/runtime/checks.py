@@ -1,6 +1,7 @@
 """Checks of texts (UTF-8), tokenizers, token ids, and outputs that would overwrite an input."""
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,20 @@ _INPUT_FILES = (
 )  # fmt: skip
 """File name patterns. Commands read files with such names from data set folders, model folders and
 vector folders."""
+
+
+_STARTS = {"a TREC run": rb"\S+ Q0 ", "metrics": rb'\{\r?\n  "', "a page": rb"(?i)<!doctype html"}
+"""What a command writes -> pattern of the first bytes of such a file."""
+
+
+def refuse_other_file(output: str | Path | None, kind: str) -> None:
+    """Raise InputError if ``output`` is a file of another kind, which the command would replace."""
+    if output is None or not os.path.isfile(output):
+        return
+    with open(output, "rb") as file:
+        start = file.read(4096)
+    if start and not re.match(_STARTS[kind], start):
+        raise InputError(f"{output}: exists and is not {kind}; choose another output")
 
 
 def refuse_input_as_output(

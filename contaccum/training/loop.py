@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from contaccum.batch import MicroBatch
@@ -19,6 +20,7 @@ from contaccum.config.commands import SearchConfig
 from contaccum.config.load import CONFIG_VERSION
 from contaccum.data.dataset import load_training, open_dataset, require_other_dev
 from contaccum.data.dev_set import sample_passages
+from contaccum.data.identity import text_hash
 from contaccum.data.pairs import pairs_file
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.data.train_set import TrainSet
@@ -230,6 +232,11 @@ class Training:
             if self.done < self.total or not checkpoint:
                 write_environment(self.folder, engine)
         self.log = RunLog(engine.is_main, config, self.total, self.done)
+        self.say_what_is_trained(train_set)
+
+    def say_what_is_trained(self, train_set: TrainSet) -> None:
+        """Print the first lines of a run: number of updates, doubtful settings, the encoder."""
+        config = self.config
         pairs, left = config.batch.global_batch_size, self.total - self.done
         updates = f"{counted(left, 'update')} of {counted(pairs, 'pair')}"
         self.log.say(f"training: {updates} with {config.method}")
@@ -239,6 +246,13 @@ class Training:
                 f"{counted(self.examples, 'query')}, so an update has some of them several "
                 "times; a smaller one makes more updates"
             )
+        if self.dev:
+            hashes = [text_hash(text) for text in self.dev.queries.values()]
+            if shared := int(np.isin(hashes, train_set.query_hashes).sum()):
+                self.log.say(
+                    f"{shared} of {counted(len(hashes), 'dev query')} are also training queries, "
+                    "so the dev score is too high to choose a model by"
+                )
         if self.bank.size and config.bank.warmup_steps >= self.total:
             self.log.say(
                 f"bank.warmup_steps is {config.bank.warmup_steps}, but the run has only "

@@ -151,7 +151,7 @@ def test_columns_of_other_names_are_mapped(triplets):
     ("mapping", "sentence"),
     [
         ("?query=anchor&pos=absent",
-         "row 1: column 'absent' not found; available: anchor, positive"),
+         "row 1: column 'absent' not found; available: 'anchor', 'positive'"),
         (
             "?query=anchor&answer=positive",
             "found 'answer=positive'; expected FIELD=COLUMN with each field at most once, where "

@@ -85,7 +85,7 @@ def test_endings_in_capitals_and_columns_with_signs_work(folder, name, tmp_path)
 
 def test_an_unknown_column_is_answered_with_names_that_can_be_given(tmp_path):
     path = write(tmp_path / "t.csv", 'query,Q&A,"x, y"\none,a,b\n')
-    with pytest.raises(InputError, match="'Q' not found; available: query, Q%26A, x%2C y"):
+    with pytest.raises(InputError, match="'Q' not found; available: 'query', 'Q%26A', 'x%2C y'"):
         open_dataset(f"hub:{path}?query=query&pos=Q", "train").examples()
     with pytest.raises(InputError, match="write %26 for & and %2C for a comma"):
         open_dataset(f"hub:{path}?query=query&pos=Q&A", "train").examples()
@@ -127,6 +127,9 @@ def test_a_table_with_semicolons_is_refused(tmp_path):
     path = write(tmp_path / "t.csv", "query;answer\none;a, b\n")
     with pytest.raises(InputError, match=r"t\.csv:1: found semicolons between the columns"):
         open_dataset(f"hub:{path}?query=query&pos=answer", "train").examples()
+    path = write(tmp_path / "t.csv", '\ufeff"a query";"an answer"\r\n"one";"a, b"\r\n')
+    with pytest.raises(InputError, match=r"t\.csv:1: found semicolons between the columns"):
+        open_dataset(f"hub:{path}?query=a query&pos=an answer", "train").examples()
     path = write(tmp_path / "t.csv", "query\tanswer\none\ttwo\n")
     with pytest.raises(InputError, match=r"t\.csv:1: found tabs .*; end the file's name with .tsv"):
         open_dataset(f"hub:{path}?query=query&pos=answer", "train").examples()
@@ -141,7 +144,7 @@ def test_rows_with_label_0_are_warned_of_at_every_use(zero, tmp_path):
     path = write(tmp_path / "pairs.jsonl", lines(*rows))
     name = f"hub:{path}?query=sentence1&pos=sentence2"
     for _ in range(2):  # the second time, the cache has the rows
-        with pytest.warns(UserWarning, match="2 rows with label 0. .* positive pair"):
+        with pytest.warns(UserWarning, match="2 rows with a label or score below .* positive pair"):
             assert open_dataset(name, "train").path
     write(path, lines(*({**row, "label": 1} for row in rows)))  # negative control
     with warnings.catch_warnings():

@@ -27,6 +27,7 @@ from contaccum.cli import main
 from contaccum.cli.commands import COMMANDS as CLI
 from contaccum.cli.parser import parse
 from contaccum.data.commands import convert
+from contaccum.data.dataset import open_dataset
 from contaccum.encoder import DualEncoder, EncoderSettings, tiny_tower
 from contaccum.errors import InputError
 from contaccum.retrieval.runs import read_run
@@ -331,6 +332,16 @@ def test_the_library_example_runs_as_it_stands(place, capfd):
     assert found["vectors"].shape == (1, 32)
     assert 0.0 <= found["ndcg"] <= 1.0
     assert {len(hits) for hits in found["run"].values()} == {3}
+
+
+def test_sections_of_markdown_files_become_pairs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_notes").mkdir()
+    (tmp_path / "my_notes" / "a.md").write_text("# One\n\nfirst\n\n## Two\n\n## Three\nthird\n")
+    exec(python_blocks("docs/how-to/own-data.md")[0], {})
+    found = list(open_dataset("my_notes.jsonl").examples())
+    pairs = [(each.query.text, each.positives[0].text) for each in found]
+    assert pairs == [("One", "first"), ("Three", "third")]
 
 
 def test_duckdb_finds_what_search_finds(place):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -418,6 +419,8 @@ def test_only_cont_accum_has_a_fixed_micro_batch(tmp_path):
         (["--time", "soon"], "--time is 'soon'"),
         (["--time", "1h", "--test_split", "train"], "the test data is the training data"),
         (["--time", "1h", "--test_split", "dev"], "data.dev is the test data"),
+        (["--time", "1h", "--test_split", "tset"], "test_split is tset, but "),
+        (["--time", "1h", "--data.dev_split", "dve"], "data.dev_split is dve, but "),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_written(
@@ -434,7 +437,9 @@ def test_wrong_arguments_are_refused_before_anything_is_written(
 
 def test_the_state_is_read_after_waiting_for_another_call(tmp_path, monkeypatch):
     """It may have another --time, but no other setting."""
-    config = train_config(write_beir(tmp_path / "data"), tmp_path / "auto")
+    data = write_beir(tmp_path / "data")
+    shutil.copy(data / "qrels" / "test.tsv", data / "qrels" / "other.tsv")
+    config = train_config(data, tmp_path / "auto")
 
     def run(limit, test_split="test"):
         return auto.run_auto(lambda changes: config, AutoConfig(test_split=test_split, time=limit))

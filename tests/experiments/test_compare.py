@@ -630,8 +630,8 @@ def test_methods_vary_only_over_settings_that_they_use():
     varied = read_values(
         "--vary", ("bank.size=1,2", "batch.micro_batch_size=4,8", "optim.learning_rate=1,2")
     )
-    names = [one.label for one in variants(["in_batch", "grad_cache"], varied, {})]
-    assert names == [
+    names = [one.label for one in variants(["in_batch", "grad_cache", "cont_cache"], varied, {})]
+    assert names[:6] == [
         "in_batch-learning_rate=1",
         "in_batch-learning_rate=2",
         *(
@@ -640,7 +640,10 @@ def test_methods_vary_only_over_settings_that_they_use():
             for rate in (1, 2)
         ),
     ]
-    assert len(variants(["cont_cache"], varied, {})) == 8
+    assert len(names) == 6 + 8
+    for varied_and_tuned in ((varied, {}), ({}, varied)):
+        with pytest.raises(InputError, match=r"bank\.size has no effect with in_batch, grad_cache"):
+            variants(["in_batch", "grad_cache"], *varied_and_tuned)
 
 
 def test_a_baseline_depends_only_on_what_it_is_made_of():

@@ -1,5 +1,6 @@
 """Training on pairs in memory: tuples, dicts and a Dataset are the same data."""
 
+import pandas
 import pytest
 from datasets import Dataset
 from helpers import train_config, weights
@@ -16,6 +17,7 @@ DICTS = [dict(zip(("anchor", "positive", "negative"), each, strict=True)) for ea
 def test_tuples_dicts_and_a_dataset_are_the_same_file():
     path = pairs_file(TUPLES)
     assert path == pairs_file(DICTS) == pairs_file(Dataset.from_list(DICTS))
+    assert path == pairs_file(pandas.DataFrame(DICTS))
     assert path != pairs_file(TUPLES[1:])  # negative control
     example = next(iter(open_dataset(path).examples()))
     assert example.query.text == "question 0"
