@@ -267,7 +267,7 @@ def fetch_hub(name: HubName, split: str) -> Path:
             for number, (place, row) in enumerate(name.rows(files), 1):
                 is_local = os.path.exists(name.repository) and place.line
                 location = place if is_local else SourceLocation(Path(name.text), 0, number)
-                irrelevant += any(_is_low(row.get(name)) for name in ("label", "score"))
+                irrelevant += any(_is_low(row.get(column)) for column in ("label", "score"))
                 if name.columns:
                     record: object = _mapped(name, row, location)
                 else:

@@ -555,7 +555,7 @@ class Pace:
     eval_steps: int = 0  # steps between dev evaluations; 0: only after the last step
     after: float = 0.0  # expected seconds from the last dev evaluation to the end
     slower: float = 1.0  # seconds of the last dev evaluation / expected seconds
-    # called once a minute, and when the number of steps changes much
+    # called once a minute
     report: Callable[[Training], None] | None = None
     steps: list[float] = field(default_factory=list)  # seconds of each step so far
     last: float | None = None  # end of the last step
@@ -567,7 +567,6 @@ class Pace:
             self.steps.append(now - self.last)
         self.last = now
         planned = training.total
-        due = now - self.reported > REPORT_SECONDS
         if len(self.steps) >= 2:
             # a median, because some steps include an evaluation or a checkpoint
             step = statistics.median(self.steps[-20:])
@@ -579,10 +578,9 @@ class Pace:
             large = abs(total - planned) > 0.05 * planned
             if large or total < planned <= training.done + 20:
                 training.set_total(total)
-                due = due or large
         elif now >= self.end - self.after:
             training.set_total(training.done)
-        if self.report and due:
+        if self.report and now - self.reported > REPORT_SECONDS:
             self.reported = now
             self.report(training)
 
