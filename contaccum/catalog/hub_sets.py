@@ -47,7 +47,7 @@ from contaccum.runtime.files import read_json, write_json
 from contaccum.runtime.hub import hub_errors
 from contaccum.runtime.units import counted
 
-FIELDS = ("query", "pos", "neg", "query_id")
+FIELDS = ("query", "pos", "neg", "query_id", "label")
 FAILURES: tuple[Any, ...] = (
     *(OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError),
     *(YAMLError, DatasetsError),
@@ -267,7 +267,8 @@ def fetch_hub(name: HubName, split: str) -> Path:
             for number, (place, row) in enumerate(name.rows(files), 1):
                 is_local = os.path.exists(name.repository) and place.line
                 location = place if is_local else SourceLocation(Path(name.text), 0, number)
-                irrelevant += any(_is_low(row.get(column)) for column in ("label", "score"))
+                if "label" not in name.columns:
+                    irrelevant += any(_is_low(row.get(column)) for column in ("label", "score"))
                 if name.columns:
                     record: object = _mapped(name, row, location)
                 else:
@@ -280,16 +281,16 @@ def fetch_hub(name: HubName, split: str) -> Path:
     folder = cached_folder("hub", key, write)
     if irrelevant := read_json(folder / LABELS, int):
         warnings.warn(
-            f"{name.text}: {counted(irrelevant, 'row')} with a label or score below 0.5. These "
-            "columns are not read, so every row counts as a positive pair. If a low value means "
-            "not relevant, remove these rows, or make their passages negatives (neg=COLUMN).",
+            f"{name.text}: {counted(irrelevant, 'row')} with a label or score below 0.5, which "
+            "count as positive pairs. If a low value means not relevant, name the column, as in "
+            "label=score: then these passages are hard negatives.",
             stacklevel=2,
         )
     return folder / "examples.jsonl"
 
 
 def _is_low(label: Any) -> bool:
-    """Return whether a label or score means that the passage is not relevant."""
+    """Return whether a label or score is below 0.5: the passage is not relevant."""
     try:
         return str(label) == "False" or float(label) < 0.5
     except (TypeError, ValueError):
@@ -299,15 +300,19 @@ def _is_low(label: Any) -> bool:
 def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row:
     """Return a row as a record with our field names.
 
-    A column has a text or a list of texts; empty texts are removed.
+    A column has a text or a list of texts; empty texts are removed. If the label is below 0.5, the
+    passages of ``pos`` are negatives; the reader joins the rows of a query.
     """
+    for column in chain.from_iterable(name.columns.values()):
+        if column not in row:
+            available = ", ".join(repr(quoted_column(each)) for each in row)
+            raise location.error(f"column {column!r} not found; available: {available}")
     record: Row = {"neg": []}
     for key, columns in name.columns.items():
+        if key == "label":
+            continue
         texts: list[str] = []
         for column in columns:
-            if column not in row:
-                available = ", ".join(repr(quoted_column(each)) for each in row)
-                raise location.error(f"column {column!r} not found; available: {available}")
             value = row[column]
             for text in value if isinstance(value, list) else [value]:
                 if type(text) not in (str, int, type(None)):  # bool is no int here
@@ -323,6 +328,18 @@ def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row:
             raise location.error(f"found {len(texts)} values for {key}; expected exactly one")
         else:
             record[key] = "".join(texts)  # the reader rejects an empty query
+    if labels := name.columns.get("label"):
+        label = row[labels[0]]
+        try:
+            is_positive = float(label) >= 0.5  # True and False count as 1 and 0
+        except (TypeError, ValueError):
+            raise location.error(
+                f"column {labels[0]!r} has {label!r}; expected a number: with at least 0.5, the "
+                "passage is a positive, else a hard negative"
+            ) from None
+        if not is_positive:
+            record["neg"] = [*record["pos"], *record["neg"]]
+            record["pos"] = []
     return record
 
 

@@ -138,6 +138,23 @@ def test_a_table_with_semicolons_is_refused(tmp_path):
     assert examples.queries["text"][:] == ["one; two"]
 
 
+def test_a_label_decides_between_positive_and_hard_negative(tmp_path):
+    path = write(tmp_path / "t.csv", "q,p,score\na,right,0.9\nb,good,0.5\na,wrong,0.1\n")
+    examples = open_dataset(f"hub:{path}?query=q&pos=p&label=score", "train").examples()
+    assert [
+        (each.query.text, [p.text for p in each.positives], [p.text for p in each.negatives])
+        for each in examples
+    ] == [("a", ["right"], ["wrong"]), ("b", ["good"], [])]
+    path = write(
+        tmp_path / "t.jsonl",
+        lines({"q": "a", "p": "b", "l": True}, {"q": "a", "p": "c", "l": "no"}),
+    )
+    with pytest.raises(InputError, match=r"t.jsonl:2: column 'l' has 'no'; expected a number"):
+        open_dataset(f"hub:{path}?query=q&pos=p&label=l", "train").examples()
+    with pytest.raises(InputError, match=r"column 'x' not found; available"):
+        open_dataset(f"hub:{path}?query=q&pos=p&label=x", "train").examples()
+
+
 @pytest.mark.parametrize("zero", [0, "0"])
 def test_rows_with_label_0_are_warned_of_at_every_use(zero, tmp_path):
     rows = [{"sentence1": "a", "sentence2": "b", "label": label} for label in (1, zero, zero)]
