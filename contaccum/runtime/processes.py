@@ -216,14 +216,18 @@ def start_group(device_type: str, timeout_minutes: float) -> bool:
 
 
 def leave_group() -> None:
-    """Disconnect the processes that ``start_group`` connected."""
-    _LEFT.append(dist.group.WORLD)
+    """Disconnect the processes that ``start_group`` connected, and end the group's threads."""
+    if _TORCH < (2, 8):
+        _LEFT.append(dist.group.WORLD)
     dist.destroy_process_group()
 
 
 _GROUPS = itertools.count()  # all processes of a launch create the same groups in the same order
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 # Before torch 2.8, freeing a group of gloo hangs if one of its threads is just freeing a tensor of
-# the last message (pytorch pull request 154976), so groups are kept until the process ends.
+# the last message (pytorch pull request 154976), so groups are kept until the process ends. Then a
+# thread that still frees such a tensor when Python ends can abort the process, so newer versions do
+# not keep them.
 _LEFT: "list[dist.ProcessGroup | None]" = []
 
 
