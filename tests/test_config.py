@@ -293,7 +293,6 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
         ({"replay.share": 0.5}, "replay.share has no effect with method cont_accum"),
         ({"run.eval_steps": 2}, "run.eval_steps has no effect without data.dev"),
         ({"data.dev_split": "a"}, "data.dev_split has no effect without data.dev"),
-        ({"bank.size": 0, "bank.age_decay": 1.0}, "bank.age_decay has no effect with bank.size 0"),
         (
             {"loss.distillation_weight": 2.0},
             "loss.distillation_weight has no effect without loss.distillation",

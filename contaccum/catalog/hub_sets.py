@@ -9,6 +9,7 @@ The library ``datasets`` finds the files of a configuration. contaccum reads JSO
 because ``datasets`` converts texts such as 2020-01-01 to dates.
 """
 
+import math
 import os
 import re
 import warnings
@@ -95,6 +96,8 @@ class HubName:
                     "and %2C for a comma)"
                 )
             columns[key] = [unquote(column) for column in value.split(",")]
+            if key == "label" and len(columns[key]) > 1:
+                raise InputError(f"{text}: found {value!r} for label; expected one column")
         # the longest beginning that is a path, which may contain @ and :, such as
         # /home/user@domain
         path = ""
@@ -109,8 +112,9 @@ class HubName:
                 f"{text}: not the name of a Hub data set, a local folder or a file; expected "
                 "hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN]"
             )
-        ending = _ending(repository.lower())
-        if not path and (repository.startswith((".", "/")) or ending in _ENDINGS):
+        # a name on the Hub may end like a file, but is not in a local folder
+        in_folder = _ending(repository.lower()) in _ENDINGS and Path(repository).parent.is_dir()
+        if not path and (repository.startswith((".", "/")) or in_folder):
             raise InputError(f"{text}: {repository} not found; expected a file or a folder")
         # an empty one, as in hub:owner/name::split, is the default
         configuration = parts["configuration"] or None
@@ -282,17 +286,25 @@ def fetch_hub(name: HubName, split: str) -> Path:
     if irrelevant := read_json(folder / LABELS, int):
         warnings.warn(
             f"{name.text}: {counted(irrelevant, 'row')} with a label or score below 0.5, which "
-            "count as positive pairs. If a low value means not relevant, name the column, as in "
-            "label=score: then these passages are hard negatives.",
+            "count as positive pairs. If a low value means not relevant, add &label=COLUMN to the "
+            "name, which makes these passages hard negatives.",
             stacklevel=2,
         )
     return folder / "examples.jsonl"
 
 
+def as_label(value: Any) -> float:
+    """Return a label as a number: 1 for True, 0 for False, also as texts. Else ValueError."""
+    number = float({"true": 1, "false": 0}.get(str(value).lower(), value))
+    if not math.isfinite(number):
+        raise ValueError(value)
+    return number
+
+
 def _is_low(label: Any) -> bool:
-    """Return whether a label or score is below 0.5: the passage is not relevant."""
+    """Return whether a label, or a score from 0 to 1, is below 0.5."""
     try:
-        return str(label) == "False" or float(label) < 0.5
+        return 0 <= as_label(label) < 0.5
     except (TypeError, ValueError):
         return False
 
@@ -331,7 +343,7 @@ def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row:
     if labels := name.columns.get("label"):
         label = row[labels[0]]
         try:
-            is_positive = float(label) >= 0.5  # True and False count as 1 and 0
+            is_positive = as_label(label) >= 0.5
         except (TypeError, ValueError):
             raise location.error(
                 f"column {labels[0]!r} has {label!r}; expected a number: with at least 0.5, the "

@@ -274,7 +274,7 @@ def _check(data: CheckConfig, policy: DataPolicy) -> str:
     if shared := stats.get("queries in several splits"):
         print(
             f"contaccum: {data.path}: {counted(shared, 'query')} in several splits (equal texts); "
-            "scores on queries that training reads are too high",
+            "a query should be in only one",
             file=sys.stderr,
         )
     return render(stats)

@@ -175,8 +175,6 @@ class TrainConfig:
             (self.data.dev is None, "run.eval_steps", "without data.dev"),
             (self.data.dev is None, "run.early_stopping", "without data.dev"),
             (not spec.two_pass, "replay.share", with_method),
-            (spec.bank == "passages", "bank.row_weight", with_method),
-            (self.bank.size == 0, "bank.", "with bank.size 0"),
             (not self.distils, "loss.distillation_", "without loss.distillation"),
             (not self.distils, "loss.teacher_", "without loss.distillation"),
             (not by_score, "loss.margin_strategy",
@@ -184,7 +182,7 @@ class TrainConfig:
             (self.run.sharding != "fsdp", "run.cpu_offload", "without run.sharding fsdp"),
         )  # fmt: skip
         mine, usual = flat(asdict(self)), flat(asdict(TrainConfig()))
-        changed = [name for name in mine if mine[name] != usual[name] and name != "bank.size"]
+        changed = [name for name in mine if mine[name] != usual[name]]
         for applies, start, reason in rules:
             for name in changed:
                 if applies and name.startswith(start):

@@ -245,8 +245,8 @@ def converted(kind: Any, value: Any, where: str) -> Any:
     try:
         result = msgspec.convert(value, kind)
         numbers = result if isinstance(result, list) else [result]
-        if any(isinstance(each, float) and not math.isfinite(each) for each in numbers):
-            raise InputError(f"{where} is {shown(value)}, expected a finite number")
+        if any(isinstance(each, float) and math.isnan(each) for each in numbers):
+            raise InputError(f"{where} is {shown(value)}, expected a number")
         return result
     except msgspec.ValidationError as error:
         of_wrong_type = "got" in str(error)  # msgspec's word for a value of a wrong type

@@ -100,11 +100,12 @@ def evaluate_run(
         if query_id in run:
             hits = run[query_id]
             # trec_eval compares scores in single precision
-            judged_run[query_id] = ranked(
-                (passage, float(np.float32(score)))
-                for passage, score in hits
-                if not ignore_identical_ids or passage != query_id
-            )
+            with np.errstate(over="ignore"):
+                judged_run[query_id] = ranked(
+                    (passage, float(np.float32(score)))
+                    for passage, score in hits
+                    if not ignore_identical_ids or passage != query_id
+                )
     if run and not judged_run:
         raise InputError(
             f"run and qrels have no query in common; for example, {next(iter(run))!r} is only in "

@@ -169,10 +169,10 @@ class Auto:
             ("test_split", options.test, options.test_split, AutoConfig.test_split),
         ):
             if data is None and split not in {*splits, usual}:
-                raise InputError(
-                    f"{name} is {split}, but {base.data.train} has no such split; available: "
-                    f"{', '.join(splits) or 'none'}"
-                )
+                found = f"has no such split; available: {', '.join(splits)}"
+                if not splits:
+                    found = f"is no BEIR folder; set {'--test' if name == 'test_split' else name}"
+                raise InputError(f"{name} is {split}, but {base.data.train} {found}")
         dev = base.data.dev or (base.data.train if base.data.dev_split in splits else None)
         require_other_dev(replace(base.data, dev=dev))
         self.dev_source = (dev, base.data.dev_split) if dev else None

@@ -82,11 +82,12 @@ def render(measured: dict[str, Measurement], config: TrainConfig, budget: int) -
         )
     elif nothing := [method for method, found in measured.items() if found.peak is None]:
         lines.append(
-            f"{', '.join(nothing)}: not even the smallest micro-batch fits. Lower "
-            "model.max_passage_length or data.hard_negatives, or set model.gradient_checkpointing, "
-            "lora.rank or optim.name adamw_8bit. in_batch also fits with a lower "
-            "batch.global_batch_size; grad_cache has its gradients in less memory."
+            f"{', '.join(nothing)}: no size fits. Lower model.max_passage_length or "
+            "data.hard_negatives, or set model.gradient_checkpointing, lora.rank or optim.name "
+            "adamw_8bit."
         )
+        if "in_batch" in nothing:
+            lines.append("grad_cache has the same gradients as in_batch, and needs less memory.")
     if 0 < context < budget:
         lines.append(
             f"The peak is the memory that PyTorch reserves, plus {gigabytes(context)} for CUDA and "

@@ -47,7 +47,7 @@ def console_report(
     against: folder of the reference run of the significance tests. None: no tests. width: maximum
     length of a line.
     """
-    refuse_other_file(page, "a page")
+    refuse_other_file(page, "page")
     runs = [load_run_record(folder) for folder in folders]
     tested = {frozenset(run.per_query): run for run in runs if run.per_query}
     if len(tested) > 1:

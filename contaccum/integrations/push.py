@@ -6,6 +6,7 @@ their last part.
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,10 @@ def write_card(model: Path, repository: str, licence: str | None) -> str:
     files = read_encoder(str(model))
     settings = make_settings(files.settings, str(model))
     tower = model / files.query.subfolder
-    config = flat(read_config(run)) if (run / CONFIG_FILE).is_file() else {}
+    config: dict[str, Any] = {}
+    if (run / CONFIG_FILE).is_file():
+        with suppress(InputError):  # the file of another program
+            config = flat(read_config(run))
 
     adapter = optional_json(str(tower), ADAPTER_FILE, AdapterFile)
     if adapter is not None:

@@ -5,6 +5,7 @@ writes the output.
 """
 
 import json
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -260,7 +261,7 @@ def mine(
 def about_path(output: str | Path) -> Path:
     """Return the path of the report of an output file: ``mined.about.json`` for ``mined.jsonl``."""
     path = Path(output)
-    return path.with_name(f"{path.name.removesuffix('.jsonl')}.about.json")
+    return path.with_name(re.sub(r"\.jsonl?(\.gz)?$", "", path.name) + ".about.json")
 
 
 def render_mined(report: Mapping[str, Any], output: str | Path) -> str:

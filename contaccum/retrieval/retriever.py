@@ -65,7 +65,7 @@ STOP_WORDS = {
 }  # fmt: skip
 """Lucene's English stop words."""
 DEFAULTS = SearchConfig()
-_OF_ENCODER = (*ENCODER_SETTINGS, "truncate_dim", "precision")
+_OF_ENCODER = (*ENCODER_SETTINGS, "truncate_dim")
 
 
 class Retriever(ABC):
@@ -88,9 +88,9 @@ class Retriever(ABC):
 
         model: an encoder, the name or the config of an encoder, or ``bm25``. corpus: texts by id, a
         list of texts (their ids are 0, 1, ...), the path or the name of a data set, or a table of
-        passages with the columns id, title and text. group: processes of
-        this search. They divide the corpus among themselves, must all search for the same queries,
-        and each gets the complete run. extra: positives of the queries that are not in the corpus.
+        passages with the columns id, title and text. group: processes of this search. They divide
+        the corpus among themselves, must all search for the same queries, and each gets the
+        complete run. extra: positives of the queries that are not in the corpus.
         ``rank`` returns their scores, but they are never found.
         """
         table = passage_table(corpus)
@@ -374,7 +374,7 @@ def search(
     refuse_input_as_output(
         output, data, getattr(model, "model", model), settings.embeddings, settings.index_dir
     )
-    refuse_other_file(output, "a TREC run")
+    refuse_other_file(output, "run")
     with group.main_first():
         dataset = open_dataset(data, split, policy)
         if dataset.kind == "beir" and not splits_of(dataset.path):

@@ -1,10 +1,12 @@
 """Checks of texts (UTF-8), tokenizers, token ids, and outputs that would overwrite an input."""
 
+import gzip
+import json
+import math
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from contaccum.errors import InputError
 
@@ -71,18 +73,25 @@ _INPUT_FILES = (
 vector folders."""
 
 
-_STARTS = {"a TREC run": rb"\S+ Q0 ", "metrics": rb'\{\r?\n  "', "a page": rb"(?i)<!doctype html"}
-"""What a command writes -> pattern of the first bytes of such a file."""
-
-
-def refuse_other_file(output: str | Path | None, kind: str) -> None:
+def refuse_other_file(output: str | Path | None, kind: Literal["run", "metrics", "page"]) -> None:
     """Raise InputError if ``output`` is a file of another kind, which the command would replace."""
-    if output is None or not os.path.isfile(output):
+    if output is None or not os.path.isfile(output) or not os.path.getsize(output):
         return
-    with open(output, "rb") as file:
-        start = file.read(4096)
-    if start and not re.match(_STARTS[kind], start):
-        raise InputError(f"{output}: exists and is not {kind}; choose another output")
+    try:
+        with (gzip.open if str(output).endswith(".gz") else open)(output, "rb") as file:
+            start = file.readline(4096)
+            cells = start.split()
+            if kind == "run":
+                same = len(cells) == 6 and math.isfinite(float(cells[4]))
+            elif kind == "page":
+                same = start.strip().lower() == b"<!doctype html>"
+            else:
+                same = "mean" in json.loads(start + file.read())
+    except (OSError, ValueError, TypeError):
+        same = False
+    if not same:
+        name = {"run": "a TREC run", "metrics": "a file of metrics", "page": "a report"}[kind]
+        raise InputError(f"{output}: exists and is not {name}; choose another output")
 
 
 def refuse_input_as_output(

@@ -608,10 +608,10 @@ class Training:
         return run_folder.last_good_state(self.folder)
 
     def _require_finite_weights(self) -> None:
-        """Raise InputError if the last update made a weight NaN or infinite."""
+        """Raise InputError if a weight is NaN or infinite, for example after the last update."""
         if not self.engine.finite_weights():
             raise InputError(
-                f"step {self.done}: a weight is NaN or infinite after the update; "
+                f"step {self.done}: a weight is NaN or infinite; "
                 f"{run_folder.last_good_state(self.folder)}. Continue with --resume "
                 "--allow_changes true and a lower optim.learning_rate."
             )

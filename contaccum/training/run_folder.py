@@ -179,7 +179,7 @@ def _changes(old: dict[str, Any], new: dict[str, Any], names: Iterable[str]) -> 
 
 
 def _same_path(one: Any, other: Any) -> bool:
-    """Return whether two settings are the same existing path, such as data/ and ../run/data."""
+    """Return whether two settings are the same existing path, such as data and ./data/."""
     texts = isinstance(one, str) and isinstance(other, str)
     return texts and os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
 

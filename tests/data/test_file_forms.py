@@ -151,8 +151,21 @@ def test_a_label_decides_between_positive_and_hard_negative(tmp_path):
     )
     with pytest.raises(InputError, match=r"t.jsonl:2: column 'l' has 'no'; expected a number"):
         open_dataset(f"hub:{path}?query=q&pos=p&label=l", "train").examples()
-    with pytest.raises(InputError, match=r"column 'x' not found; available"):
+    with pytest.raises(InputError, match=r"t.jsonl:1: column 'x' not found; available"):
         open_dataset(f"hub:{path}?query=q&pos=p&label=x", "train").examples()
+    path = write(tmp_path / "b.csv", "q,p,l,label\na,right,TRUE,1\na,wrong,False,0\nb,bad,0,0\n")
+    name = f"hub:{path}?query=q&pos=p"
+    with pytest.warns(UserWarning, match=r"2 rows with a label or score .* add &label=COLUMN"):
+        check(name)
+    with pytest.warns(UserWarning, match="skipped 1 query without a positive"):
+        (example,) = open_dataset(f"{name}&label=l", "train").examples()
+    assert [each.text for each in example.negatives] == ["wrong"]
+    for value in ("nan", "", "null"):
+        path = write(tmp_path / "n.csv", f"q,p,l\na,b,{value}\n")
+        with pytest.raises(InputError, match=rf"n.csv:2: column 'l' has '{value}'; expected a num"):
+            check(f"hub:{path}?query=q&pos=p&label=l")
+    with pytest.raises(InputError, match="found 'l,m' for label; expected one column"):
+        check(f"hub:{path}?query=q&pos=p&label=l,m")
 
 
 @pytest.mark.parametrize("zero", [0, "0"])

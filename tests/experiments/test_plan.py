@@ -121,8 +121,8 @@ def test_the_plan_says_what_to_lower_if_nothing_fits(tmp_path):
     none = Measurement(micro_batch_size=None, peak=None, step=None, pairs=64, context=0)
     fits = Measurement(micro_batch_size=8, peak=10**9, step=0.5, pairs=64, context=0)
     shown = render({"in_batch": none, "grad_cache": fits}, config, 4 * 10**9)
-    assert "\nin_batch: not even the smallest micro-batch fits. Lower model.max_pass" in shown
-    assert "smallest" not in render({"grad_cache": fits}, config, 4 * 10**9)
+    assert "\nin_batch: no size fits. Lower model.max_passage_length" in shown
+    assert "no size" not in render({"grad_cache": fits}, config, 4 * 10**9)
 
 
 def test_plan_command_measures_and_writes_json(tmp_path, capsys, monkeypatch):

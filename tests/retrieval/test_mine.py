@@ -413,10 +413,11 @@ def test_every_form_is_training_data_with_scores(form, data, tmp_path):
         assert [[p["score"] for p in record[name]] for record in records] == [
             row["neg_scores"] for row in plain
         ]
-    assert {path.name for path in tmp_path.glob("mined*")} == {
-        "mined.file",
-        about_path(output).name,
-    }
+    names = {path.name for path in tmp_path.glob("mined*")}
+    assert names == {"mined.file", "mined.file.about.json"}
+    for name in ("m.jsonl", "m.json", "m.jsonl.gz", "m"):
+        assert about_path(tmp_path / name) == tmp_path / "m.about.json"
+    assert about_path("neg-0.05") != about_path("neg-0.1")
     with pytest.raises(InputError, match="exists already; choose a new path"):
         mine(EncoderConfig("bm25"), str(data), str(output), to=form, mining=options)
 

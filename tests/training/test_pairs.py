@@ -18,7 +18,11 @@ def test_tuples_dicts_and_a_dataset_are_the_same_file():
     path = pairs_file(TUPLES)
     assert path == pairs_file(DICTS) == pairs_file(Dataset.from_list(DICTS))
     assert path == pairs_file(pandas.DataFrame(DICTS))
+    assert path == pairs_file(pandas.DataFrame(TUPLES))  # the columns are 0, 1 and 2
     assert path != pairs_file(TUPLES[1:])  # negative control
+    some = pandas.DataFrame([{"query": "a", "pos": "b"}, {"query": "c", "pos": "d", "neg": "e"}])
+    negatives = [each.negatives for each in open_dataset(pairs_file(some)).examples()]
+    assert [[each.text for each in found] for found in negatives] == [[], ["e"]]
     example = next(iter(open_dataset(path).examples()))
     assert example.query.text == "question 0"
     assert [each.text for each in example.positives] == ["answer number 0"]
@@ -33,6 +37,8 @@ def test_tuples_dicts_and_a_dataset_are_the_same_file():
         {"query_id": "a", "query": "question", "pos_id": ["b"], "pos": ["answer"],
          "neg_id": ["c", "d"], "neg": ["wrong", "bad"]},
         {"query": "question", "pos": "answer", "negative": ["wrong", "bad"]},
+        {"query": "question", "pos": "answer", "neg": ["wrong", "bad"], "neg_source": "bm25"},
+        {"query": "question", "pos": ["answer"], "neg": ["wrong", "bad"], "neg_ids": ["1", "2"]},
         {"first": "question", "second": "answer", "third": "wrong", "fourth": "bad"},
     ],
 )  # fmt: skip
