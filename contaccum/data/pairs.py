@@ -57,7 +57,7 @@ def rows_of_frame(frame: Any) -> list[dict[Any, Any]]:
     ]
 
 
-_NEGATIVES = re.compile(r"neg(ative)?s?(_\d+)?", re.IGNORECASE)
+_NEGATIVES = re.compile(r"(neg|negative)s?(_\d+)?", re.IGNORECASE)
 """Names of fields with hard negatives."""
 
 
