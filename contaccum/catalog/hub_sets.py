@@ -267,10 +267,12 @@ def fetch_hub(name: HubName, split: str) -> Path:
     def write(folder: Path) -> None:
         irrelevant = 0
         form = None
+        is_local = os.path.exists(name.repository)
         with open(folder / "examples.jsonl", "wb") as file:
             for number, (place, row) in enumerate(name.rows(files), 1):
-                is_local = os.path.exists(name.repository) and place.line
-                location = place if is_local else SourceLocation(Path(name.text), 0, number)
+                # the rows of a Parquet file have no lines, and a file of the Hub is in a cache
+                has_line = is_local and place.line > 0
+                location = place if has_line else SourceLocation(Path(name.text), 0, number)
                 if "label" not in name.columns:
                     irrelevant += any(_is_low(row.get(column)) for column in ("label", "score"))
                 if name.columns:
@@ -293,8 +295,11 @@ def fetch_hub(name: HubName, split: str) -> Path:
     return folder / "examples.jsonl"
 
 
-def as_label(value: Any) -> float:
-    """Return a label as a number: 1 for True, 0 for False, also as texts. Else ValueError."""
+def _label(value: Any) -> float:
+    """Return a label as a number: 1 for True, 0 for False, also as texts.
+
+    Raises TypeError or ValueError for another value, and for NaN and infinity.
+    """
     number = float({"true": 1, "false": 0}.get(str(value).lower(), value))
     if not math.isfinite(number):
         raise ValueError(value)
@@ -303,8 +308,10 @@ def as_label(value: Any) -> float:
 
 def _is_low(label: Any) -> bool:
     """Return whether a label, or a score from 0 to 1, is below 0.5."""
+    if label is None:  # usually there is no such column
+        return False
     try:
-        return 0 <= as_label(label) < 0.5
+        return 0 <= _label(label) < 0.5
     except (TypeError, ValueError):
         return False
 
@@ -343,7 +350,7 @@ def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row:
     if labels := name.columns.get("label"):
         label = row[labels[0]]
         try:
-            is_positive = as_label(label) >= 0.5
+            is_positive = _label(label) >= 0.5
         except (TypeError, ValueError):
             raise location.error(
                 f"column {labels[0]!r} has {label!r}; expected a number: with at least 0.5, the "

@@ -161,10 +161,8 @@ class TrainConfig:
 
     def unused(self) -> Iterator[str]:
         """Yield a sentence for each setting that was changed but has no effect."""
-        spec, loss = self.spec, self.loss
-        with_method = f"with method {self.method}"
-        by_score = loss.guide is not None or loss.false_negative_margin is not None
-        # condition, names of settings or of groups, and reason
+        by_score = self.loss.guide is not None or self.loss.false_negative_margin is not None
+        # condition, beginning of the settings' names, and reason
         rules: tuple[tuple[bool, str, str], ...] = (
             (self.model.name == "tiny", "model.passage_name", "with model.name tiny"),
             (self.model.name != "tiny", "model.tiny_", "without model.name tiny"),
@@ -174,7 +172,7 @@ class TrainConfig:
             (self.data.dev is None, "data.dev_", "without data.dev"),
             (self.data.dev is None, "run.eval_steps", "without data.dev"),
             (self.data.dev is None, "run.early_stopping", "without data.dev"),
-            (not spec.two_pass, "replay.share", with_method),
+            (not self.spec.two_pass, "replay.share", f"with method {self.method}"),
             (not self.distils, "loss.distillation_", "without loss.distillation"),
             (not self.distils, "loss.teacher_", "without loss.distillation"),
             (not by_score, "loss.margin_strategy",

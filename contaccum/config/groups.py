@@ -68,7 +68,7 @@ class DataConfig(DataPolicy):
     """Training data: the path of a BEIR folder, of a DPR JSON file, or of a JSONL file with query,
     pos and neg or in Tevatron's form, gzipped or not; or a name, such as scifact, dpr/nq-train,
     miracl/sw, mteb/NFCorpus or
-    hub:owner/name:configuration:split?query=COLUMN&pos=COLUMN&neg=COLUMN."""
+    hub:owner/name:configuration:split?query=COLUMN&pos=COLUMN&neg=COLUMN&label=COLUMN."""
     split: str = "train"
     """Split to train on: the name of a qrels file in a BEIR folder."""
     mixture: list[MixtureConfig] = setting(factory=list)

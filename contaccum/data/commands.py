@@ -125,7 +125,6 @@ def _statistics(data: RetrievalDataset, split: str | None) -> Stats:
         for judgements in judged.values()
         for text in {text_hash(judgements.queries[query]) for query in judgements.qrels}
     )
-    shared = sum(count > 1 for count in in_splits.values())
     stats = {name: _split(judgements, data.policy.strict) for name, judgements in judged.items()}
     if train := judged.get("train"):
         trained = set().union(*_positive_texts(train).values())
@@ -138,7 +137,7 @@ def _statistics(data: RetrievalDataset, split: str | None) -> Stats:
         **_passages(data.corpus),
         **_texts("query", "queries", data.queries.values()),
         "queries without a judgement": len(data.queries.keys() - judged_ids),
-        "queries in several splits": shared,
+        "queries in several splits": sum(count > 1 for count in in_splits.values()),
         "splits": stats,
     }
 

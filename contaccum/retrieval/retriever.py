@@ -65,7 +65,7 @@ STOP_WORDS = {
 }  # fmt: skip
 """Lucene's English stop words."""
 DEFAULTS = SearchConfig()
-_OF_ENCODER = (*ENCODER_SETTINGS, "truncate_dim")
+_OF_ENCODER = (*ENCODER_SETTINGS, "truncate_dim")  # settings that bm25 does not use
 
 
 class Retriever(ABC):

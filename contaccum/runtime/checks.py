@@ -1,4 +1,4 @@
-"""Checks of texts (UTF-8), tokenizers, token ids, and outputs that would overwrite an input."""
+"""Checks of texts (UTF-8), tokenizers, token ids, and outputs that would replace another file."""
 
 import gzip
 import json

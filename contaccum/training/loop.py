@@ -251,7 +251,7 @@ class Training:
             if shared := int(np.isin(hashes, train_set.query_hashes).sum()):
                 self.log.say(
                     f"{shared} of {counted(len(hashes), 'dev query')} are also training queries, "
-                    "so the dev score is too high to choose a model by"
+                    "so the dev score is too high"
                 )
         if self.bank.size and config.bank.warmup_steps >= self.total:
             self.log.say(

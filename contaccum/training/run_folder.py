@@ -184,19 +184,16 @@ def _same_path(one: Any, other: Any) -> bool:
     return texts and os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
 
 
-def read_config(run: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
-    """Read the settings of a run from the file ``name`` in its folder.
-
-    Return them as nested mappings.
-    """
-    path = run / name
+def read_config(run: Path) -> dict[str, Any]:
+    """Return the settings of a run, from the file in its folder, as nested mappings."""
+    path = run / CONFIG_FILE
     values = read_yaml(str(path))
     check_version(values.pop("format_version", CONFIG_VERSION), f"{path}: format_version")
     parts = ("method", "seed", "output_dir", "model", "data", "batch", "optim", "run")
     if missing := [part for part in parts if part not in values]:
         raise InputError(
-            f"{path}: has no {missing[0]}, so it is not the {name} that a run writes. Move the "
-            "file, or choose another folder."
+            f"{path}: has no {missing[0]}, so it is not the settings of a run. Move the file, or "
+            "choose another folder."
         )
     return values
 

@@ -337,7 +337,9 @@ def test_the_library_example_runs_as_it_stands(place, capfd):
 def test_sections_of_markdown_files_become_pairs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_notes").mkdir()
-    (tmp_path / "my_notes" / "a.md").write_text("# One\n\nfirst\n\n## Two\n\n## Three\nthird\n")
+    code = "```bash\n# no heading\n```\n"
+    text = f"# One\n\nfirst\n{code}\n## Two\n\n## Three\nthird\n"
+    (tmp_path / "my_notes" / "a.md").write_text(text)
     exec(python_blocks("docs/how-to/own-data.md")[0], {})
     found = list(open_dataset("my_notes.jsonl").examples())
     pairs = [(each.query.text, each.positives[0].text) for each in found]
