@@ -51,8 +51,8 @@ class RunConfig(ProcessConfig):
     Default: 2 during the run. After its last step only the model is kept."""
     eval_steps: NonNegativeInt | NonNegativeFloat = 0.25
     """Number of steps between two evaluations on `data.dev`. Below 1: share of the run's steps. The
-    last step is always evaluated; an evaluation shortly before it is left out. 0: only the last
-    step is evaluated."""
+    model is also evaluated before training and after the last step; an evaluation shortly before
+    the last step is left out. 0: only the last step is evaluated."""
     early_stopping: NonNegativeInt = 0
     """Number of evaluations in a row without a better score on `data.dev` that end the run. 0: the
     run never ends early."""

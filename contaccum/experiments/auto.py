@@ -464,7 +464,7 @@ class Auto:
         # every step is timed
         run = replace(config.run, eval_steps=0, save_steps=0, drift_steps=0)
         if evaluations:
-            every = -(-steps // evaluations)
+            every = -(-steps // (evaluations - 1)) if evaluations > 1 else 0
             run = replace(run, eval_steps=every, save_steps=-(-steps // 4))
         optim = replace(config.optim, max_steps=steps, warmup_steps=0.1)
         return replace(config, run=run, optim=optim)

@@ -111,8 +111,12 @@ class State:
         return self.seconds.get(key, self.predicted[key])
 
     def evaluations(self, total: float) -> int:
-        """Return the number of dev evaluations of the final run: 4, or fewer if they take long."""
-        return next((n for n in (4, 2) if n * self.expected("dev") <= DEV_SHARE * total), 1)
+        """Return the number of dev evaluations of the final run.
+
+        One before training and four in it, or fewer if they take long: one and two, or only the one
+        after the last step.
+        """
+        return next((n for n in (5, 3) if n * self.expected("dev") <= DEV_SHARE * total), 1)
 
     def after_training(self) -> float:
         """Return the expected seconds of the last evaluation and the report."""

@@ -73,7 +73,7 @@ class RunLog:
         self.evaluations = 0  # dev evaluations since ``began``
         self.evaluation_seconds = 0.0  # of all of them
         run = Path(config.output_dir)
-        kept = [line for line in read_log(run) if line["step"] <= resumed_at]
+        kept = [line for line in read_log(run) if resumed_at and line["step"] <= resumed_at]
         settings = {
             "run.precision": config.run.precision,
             "model.unpad": config.model.unpad,

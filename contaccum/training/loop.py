@@ -27,6 +27,7 @@ from contaccum.data.train_set import TrainSet
 from contaccum.encoder import SETTINGS_FILE
 from contaccum.errors import InputError, Interrupted, NotFiniteError
 from contaccum.evaluation.evaluate import evaluate
+from contaccum.evaluation.metrics import Metrics
 from contaccum.methods import METHODS
 from contaccum.methods.loss import LossValue
 from contaccum.runtime.engine import Engine
@@ -209,6 +210,7 @@ class Training:
         # state of the run
         self.identity = run_folder.run_identity(config, engine.world, train_set, self.dev)
         self.done = 0  # number of finished steps
+        self.score_before: float | None = None  # dev score before training, if it was evaluated
         self.best: dict[str, Any] = {}  # step, score, metric and dev set of the best evaluation
         self.evaluated = 0  # step of the last evaluation
         self.worse = 0  # evaluations since the best one
@@ -289,6 +291,7 @@ class Training:
                 f"continuing with {size} instead of {size.sizes[0]}, because memory ran out before",
                 file=sys.stderr,
             )
+        self.score_before = state.get("score_before")
         self.best = state["best"]
         self.evaluated = state["evaluated"]
         self.worse = state["worse"]
@@ -307,6 +310,7 @@ class Training:
             saved = self.engine.from_main(str(model_file.is_file())) == "True"
             same_dev = self.best["dev"] == self.dev.fingerprint()
             if not saved or not same_dev or self.best["metric"] != config.run.metric:
+                self.score_before = None
                 self.best = {}
                 self.worse = 0
                 self.evaluated = 0  # evaluate this step again if an evaluation is due
@@ -321,7 +325,9 @@ class Training:
         Log, evaluate and save at the steps that the config sets.
         """
         config, engine, bank = self.config, self.engine, self.bank
-        if self._evaluation_due() and self.done > 0 and self.evaluated < self.done:
+        if self.done == 0 and self.dev and config.run.eval_steps:
+            self.evaluate_before_training()
+        elif self._evaluation_due() and self.evaluated < self.done:
             # the evaluation of this step failed, or its score cannot be compared any more
             self.evaluate()
             self.save()
@@ -391,9 +397,15 @@ class Training:
         self.finish()
 
     def finish(self) -> None:
-        """Save the model if no evaluation did, and delete checkpoints that nobody asked for."""
+        """End a run: its model is saved, and checkpoints that nobody asked for are deleted."""
         if self.dev is None:
             self._save_model()
+        elif self.score_before is not None and self.best["score"] <= self.score_before:
+            self.log.say(
+                f"training did not help: dev {self.dev_label} is {self.score_before:.4f} before "
+                f"training and {self.best['score']:.4f} at best after it. Try a lower "
+                "optim.learning_rate, or keep the model that you started from."
+            )
         self.engine.barrier()
         if self.engine.is_main and self.config.run.keep_checkpoints is None:
             run_folder.finish(self.folder, self.total, self.examples, self.identity)
@@ -616,6 +628,14 @@ class Training:
                 "--allow_changes true and a lower optim.learning_rate."
             )
 
+    def evaluate_before_training(self) -> None:
+        """Evaluate the model that training starts from, so that one can see what training does."""
+        metrics, seconds = self._dev_metrics()
+        name = self.config.run.metric
+        self.score_before = metrics["mean"][name]
+        self.log.evaluation(0, metrics["mean"], name, seconds)
+        self.log.say(f"before training: dev {self.dev_label} {self.score_before:.4f}")
+
     def evaluate(self) -> None:
         """Evaluate the current model on the dev set.
 
@@ -623,19 +643,7 @@ class Training:
         """
         assert self.dev is not None
         name = self.config.run.metric
-        # commands that use the trained model find the vectors of the last evaluation
-        cache = self.done >= self.total and self.config.run.precision == "fp32" and self.whole_dev
-        settings = SearchConfig(batch_tokens=self.config.run.eval_batch_tokens, cache=cache)
-        if not self.log.bar_shown:
-            self.log.say(
-                f"step {self.done}: evaluating on {counted(len(self.dev.queries), 'dev query')} "
-                f"and {counted(len(self.dev.corpus), 'passage')}"
-            )
-        began = time.monotonic()
-        with self.engine.unmeasured(), self.engine.autocast():
-            metrics = evaluate(
-                self.encoder, self.dev, k=DEV_DEPTH, settings=settings, group=self.engine
-            )
+        metrics, seconds = self._dev_metrics()
         score = metrics["mean"][name]
         better = not self.best or score > self.best["score"]
         self.worse = 0 if better else self.worse + 1
@@ -652,7 +660,7 @@ class Training:
                 "metric": name,
                 "dev": self.dev.fingerprint(),
             }
-        self.log.evaluation(self.done, metrics["mean"], name, time.monotonic() - began)
+        self.log.evaluation(self.done, metrics["mean"], name, seconds)
         # not earlier: if saving the model fails, a resumed run evaluates this step again
         self.evaluated = self.done
         self.log.say(
@@ -664,6 +672,24 @@ class Training:
                 f"stopping after step {self.done} of {self.total}: {self.worse} evaluations "
                 "without a better dev score"
             )
+
+    def _dev_metrics(self) -> tuple[Metrics, float]:
+        """Return the metrics of the current model on the dev set, and the seconds it took."""
+        assert self.dev is not None
+        # commands that use the trained model find the vectors of the last evaluation
+        cache = self.done >= self.total and self.config.run.precision == "fp32" and self.whole_dev
+        settings = SearchConfig(batch_tokens=self.config.run.eval_batch_tokens, cache=cache)
+        if not self.log.bar_shown:
+            self.log.say(
+                f"step {self.done}: evaluating on {counted(len(self.dev.queries), 'dev query')} "
+                f"and {counted(len(self.dev.corpus), 'passage')}"
+            )
+        began = time.monotonic()
+        with self.engine.unmeasured(), self.engine.autocast():
+            metrics = evaluate(
+                self.encoder, self.dev, k=DEV_DEPTH, settings=settings, group=self.engine
+            )
+        return metrics, time.monotonic() - began
 
     def _save_model(self) -> None:
         """Save the model, and move metrics.json away if it belongs to an older one."""
@@ -689,6 +715,7 @@ class Training:
             state = {
                 "step": self.done,
                 "identity": self.identity,
+                "score_before": self.score_before,
                 "best": self.best,
                 "evaluated": self.evaluated,
                 "worse": self.worse,

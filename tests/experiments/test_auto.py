@@ -166,7 +166,7 @@ def test_a_call_that_has_begun_trains_in_little_time(planned):
         made._check_time()
 
 
-@pytest.mark.parametrize(("limit", "evaluations"), [("20s", 1), ("2h", 4)])
+@pytest.mark.parametrize(("limit", "evaluations"), [("20s", 1), ("2h", 5)])
 def test_a_short_time_has_fewer_dev_evaluations(planned, limit, evaluations):
     made = planned(limit)[0]
     assert made.state.evaluations(made.total) == evaluations

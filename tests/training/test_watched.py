@@ -3,11 +3,12 @@
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from helpers import train_config, weights, write_beir
 
-from contaccum import train
+from contaccum import DualEncoder, evaluate, train
 from contaccum.cli import main
 from contaccum.data.dataset import open_dataset
 from contaccum.data.dev_set import sample_passages
@@ -38,9 +39,8 @@ def test_without_a_terminal_each_20th_of_a_run_has_a_line(data, tmp_path, capsys
     assert [line.split()[1] for line in progress] == [f"{step}/6" for step in range(1, 7)]
     assert all("pairs/s" in line for line in progress)
     left = [line.rpartition("about ")[2] for line in progress]
-    # after steps 2, 4 and 6; the time of an evaluation is not known before the first one
-    assert all(text.endswith(" and 3 evaluations left") for text in left[:2])
-    assert all("left" in text and "evaluation" not in text for text in left[2:5])
+    # the evaluation before training shows how long the others take
+    assert all("left" in text and "evaluation" not in text for text in left[:5])
     assert "left" not in left[5]
     assert re.search(r"dev ndcg@10 \d\.\d{4}  ", progress[-1])
 
@@ -102,10 +102,36 @@ def test_shares_of_the_run_decide_when_to_save_and_evaluate(data, tmp_path, caps
     steps = {"run.eval_steps": 0.25, "run.save_steps": 0.5, "optim.max_steps": 10}
     train(train_config(data, tmp_path / "run", **{"data.dev": str(data), **steps}))
     # every third step, but not step 9, because the last one follows
-    assert evaluated(tmp_path / "run") == [3, 6, 10]
-    assert "and 3 evaluations left\n" in capsys.readouterr().err
+    assert evaluated(tmp_path / "run") == [0, 3, 6, 10]
+    # without an evaluation before training, nobody knows how long the last one takes
+    capsys.readouterr()
+    train(train_config(data, tmp_path / "last", **{"data.dev": str(data), "run.eval_steps": 0}))
+    assert evaluated(tmp_path / "last") == [6]
+    assert "and 1 evaluation left\n" in capsys.readouterr().err
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == ["step-00000005", "step-00000010"]
+
+
+def test_a_run_says_whether_training_helped(data, tmp_path, capsys):
+    """The score before training is the starting model's; measuring it changes no weight."""
+    start = tmp_path / "start"
+    train(train_config(data, start, **{"optim.max_steps": 1, "optim.learning_rate": 1e-9}))
+    before = evaluate(DualEncoder.load(start / "model"), data, split="dev")["mean"]["ndcg@10"]
+    settings = {"data.dev": str(data), "model.name": str(start / "model")}
+    for rate, helped in ((1e-9, False), (1e-3, True)):
+        run, unseen = tmp_path / str(rate), tmp_path / f"{rate}-unseen"
+        settings["optim.learning_rate"] = rate
+        train(train_config(data, run, **settings))
+        err = capsys.readouterr().err
+        assert f"before training: dev ndcg@10 {before:.4f}\n" in err
+        best = max(line["dev"]["ndcg@10"] for line in read_log(run)[1:] if "dev" in line)
+        assert (best > before) == helped
+        said = f"training did not help: dev ndcg@10 is {before:.4f} before training and {best:.4f}"
+        assert (said in err) == (not helped)
+        train(train_config(data, unseen, **settings, **{"run.eval_steps": 0}))
+        assert "before training" not in capsys.readouterr().err
+        last = Path("checkpoints", "step-00000006")
+        assert weights(run / last) == weights(unseen / last)
 
 
 def test_a_checkpoint_is_due_when_the_last_one_is_old(data, tmp_path, monkeypatch):
@@ -173,7 +199,7 @@ def test_early_stopping_composes_with_resume(patience, data, tmp_path):
     }
     run = tmp_path / "run"
     train(train_config(data, run, **settings))
-    assert evaluated(run) == list(range(1, patience + 2))
+    assert evaluated(run) == list(range(patience + 2))
 
     def stop(training: Training) -> None:
         if training.done == 2:
@@ -187,5 +213,5 @@ def test_early_stopping_composes_with_resume(patience, data, tmp_path):
     assert weights(again) == weights(run)
     without = tmp_path / "without"
     train(train_config(data, without, **{**settings, "run.early_stopping": 0}))
-    assert evaluated(without) == list(range(1, 7))  # negative control
+    assert evaluated(without) == list(range(7))  # negative control
     shutil.rmtree(without)
