@@ -10,6 +10,7 @@ for other queries. ``over_both`` shows whether it holds for other queries and ot
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -53,8 +54,12 @@ class Comparison:
     p_permutation: float  # two-sided p of the permutation test over queries
     p_t: float  # two-sided p of the t-test over queries
     p_both: float | None
-    """Two-sided p over queries and seeds, see ``over_both``. Runs with the same seed form a pair.
-    If there are fewer than two such pairs, any two runs do. None: a system has only one run."""
+    """Two-sided p over queries and seeds, see ``over_both``, but at least ``p_permutation``. Runs
+    with the same seed form a pair. If there are fewer than two such pairs, any two runs do. None:
+    a system has only one run."""
+    both: tuple[float, float] | None
+    """95 % confidence interval of ``difference`` over queries and seeds, see ``over_both``. None:
+    a system has only one run."""
 
 
 def mean_interval(values: ArrayLike, seed: int = 0) -> tuple[float, float]:
@@ -113,32 +118,49 @@ def t_test(differences: ArrayLike) -> tuple[float, float]:
     return float(found.statistic), float(found.pvalue)
 
 
-def over_both(differences: ArrayLike) -> float:
-    """Return a two-sided p of a test that treats seeds and queries as random.
+class OverBoth(NamedTuple):
+    """Result of a test that treats seeds and queries as random."""
 
-    differences: (seeds, queries).
+    p: float  # two-sided
+    half_interval: float  # half of the width of the 95 % confidence interval of the mean
 
-    p is that of Clark's min F' test or that of a t-test on the seeds' means, whichever is larger.
-    With two or three seeds, min F' alone is too often small: of equal systems that differ mainly by
-    their seeds, it calls 13 % and 9 % different at the level 0.05.
 
-    F1 is t^2 of the t-test on the queries' means over seeds. F2 is t^2 of the t-test on the seeds'
-    means over queries. min F' = F1 F2 / (F1 + F2) has the distribution F(1, j), where j = (F1 +
-    F2)^2 / (F1^2 / (seeds - 1) + F2^2 / (queries - 1)). Source: Clark 1973, "The
+def over_both(differences: ArrayLike) -> OverBoth:
+    """Test a mean over seeds and queries, both random. differences: (seeds, queries).
+
+    The result is that of Clark's min F' test or that of a t-test on the seeds' means: the larger p,
+    and the wider interval. With two or three seeds, min F' alone is too often small: of equal
+    systems that differ mainly by their seeds, it calls 13 % and 9 % different at the level 0.05.
+
+    The variance of the mean is that over queries, v1, of the queries' means over seeds, plus that
+    over seeds, v2, of the seeds' means over queries. It has j = (v1 + v2)^2 / (v1^2 / (queries - 1)
+    + v2^2 / (seeds - 1)) degrees of freedom. The squared t of this test is min F' = F1 F2 / (F1 +
+    F2), with the squared t of the two single tests. Source: Clark 1973, "The
     language-as-fixed-effect fallacy".
     """
     values = np.asarray(differences, dtype=np.float64)
     seeds, queries = values.shape
-    over_queries, p_queries = t_test(values.mean(0))
-    over_seeds, p_seeds = t_test(values.mean(1))
-    first, second = over_queries**2, over_seeds**2
-    if not (first > 0 and second > 0):
-        return 1.0
-    if np.isinf(first) or np.isinf(second):  # no variation over queries, or none over seeds
-        return max(p_queries, p_seeds)
-    freedom = (first + second) ** 2 / (first**2 / (seeds - 1) + second**2 / (queries - 1))
-    min_f = float(stats.f.sf(first * second / (first + second), 1, freedom))
-    return max(min_f, p_seeds)
+    if queries < 2:  # nothing is known about other queries
+        return OverBoth(1.0, float("inf"))
+    mean = float(values.mean())
+    over_queries = _variance_of_mean(values.mean(0))
+    over_seeds = _variance_of_mean(values.mean(1))
+    total = over_queries + over_seeds
+    if total == 0:  # all differences are equal
+        return OverBoth(float(abs(mean) < ROUNDING), 0.0)
+    freedom = total**2 / (over_queries**2 / (queries - 1) + over_seeds**2 / (seeds - 1))
+    p, half = 0.0, 0.0
+    for variance, degrees in ((total, freedom), (over_seeds, seeds - 1)):
+        if variance:
+            error = variance**0.5
+            p = max(p, 2 * float(stats.t.sf(abs(mean) / error, degrees)))
+            half = max(half, float(stats.t.ppf(0.975, degrees)) * error)
+    return OverBoth(p, half)
+
+
+def _variance_of_mean(values: np.ndarray) -> float:
+    """Return the squared standard error of the mean of n values, 0 if they are all equal."""
+    return float(values.var(ddof=1)) / len(values) if np.ptp(values) >= ROUNDING else 0.0
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -186,7 +208,8 @@ def compare(
     pairs = [(one[seed], two[seed]) for seed in one if seed in two]
     if len(pairs) < 2:
         pairs = list(zip(one.values(), two.values(), strict=False))
-    by_seed = [ours - theirs for ours, theirs in pairs]
+    tested = over_both([ours - theirs for ours, theirs in pairs]) if len(pairs) > 1 else None
+    p_permutation = permutation_test(differences)
     return Comparison(
         difference=mean,
         low=mean - half_interval,
@@ -195,9 +218,10 @@ def compare(
         wins=int((differences > 0).sum()),
         losses=int((differences < 0).sum()),
         queries=len(queries),
-        p_permutation=permutation_test(differences),
+        p_permutation=p_permutation,
         p_t=p_t,
-        p_both=over_both(by_seed) if len(by_seed) > 1 else None,
+        p_both=tested and max(tested.p, p_permutation),
+        both=tested and (mean - tested.half_interval, mean + tested.half_interval),
     )
 
 

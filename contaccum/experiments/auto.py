@@ -54,7 +54,7 @@ from contaccum.experiments.auto_state import (
 from contaccum.experiments.compare import Configure, require_unseen
 from contaccum.experiments.jobs import TEST_CONTENT, Kind, contents_of, delete_weights, run_job
 from contaccum.experiments.page import require_matplotlib
-from contaccum.experiments.report import write_page
+from contaccum.experiments.report import SIGNIFICANT, write_page
 from contaccum.experiments.run_records import (
     TUNED_FILE,
     dev_score,
@@ -645,13 +645,13 @@ def verdict(untrained: Comparison, bm25: Comparison, metric: str) -> str:
 
     untrained, bm25: comparisons of the trained model with the untrained one and with BM25.
     """
-    if untrained.high < 0:
+    if worse(untrained):
         advice = "the trained model is worse; do not use it"
-    elif untrained.low <= 0:
+    elif not better(untrained):
         advice = "no significant difference"
-    elif bm25.low > 0:
+    elif better(bm25):
         advice = "the trained model is better; use it"
-    elif bm25.high < 0:
+    elif worse(bm25):
         advice = f"better than before training, but BM25 is better ({interval(bm25, metric)})"
     else:
         advice = (
@@ -659,6 +659,14 @@ def verdict(untrained: Comparison, bm25: Comparison, metric: str) -> str:
             f"({interval(bm25, metric)})"
         )
     return f"{interval(untrained, metric)} against the untrained model: {advice}"
+
+
+def better(found: Comparison) -> bool:
+    return found.low > 0 and found.p_permutation < SIGNIFICANT
+
+
+def worse(found: Comparison) -> bool:
+    return found.high < 0 and found.p_permutation < SIGNIFICANT
 
 
 def interval(found: Comparison, metric: str) -> str:

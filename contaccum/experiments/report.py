@@ -31,6 +31,19 @@ ABOUT_P = (
 )
 
 
+def about_seeds(found: Sequence[Difference]) -> str:
+    """Return a sentence that says whether the tests are over seeds, too."""
+    single = [one.group.label for one in found if one.found.both is None]
+    if not single:
+        return "p and the interval are over queries and seeds"
+    if len(single) == len(found):
+        return "p and the interval are over queries only, because there is one seed"
+    return (
+        "p and the interval are over queries and seeds; over queries only, because there is one "
+        f"seed: {', '.join(single)}"
+    )
+
+
 def console_report(
     folders: Sequence[str],
     metric: str,
@@ -87,7 +100,7 @@ def console_table(
     found: Sequence[Difference],
     width: int | None = None,
 ) -> str:
-    """Return the main columns of the results as text, after a line about p if it is a column.
+    """Return the main columns of the results as text, after two lines about p if it is a column.
 
     width: maximum length of a line.
     """
@@ -98,7 +111,7 @@ def console_table(
             "peak MiB",
         ]  # fmt: skip
     table = results_table(groups, metric, found).only(heads).markdown(width)
-    return f"{ABOUT_P}\n{table}" if found else table
+    return f"{ABOUT_P}\n{about_seeds(found)}\n{table}" if found else table
 
 
 def write_page(
@@ -167,14 +180,13 @@ def results_section(
     if found:
         footnotes.append(
             "The difference is a mean over seeds and "
-            f"{counted(found[0].found.queries, 'query')}, the "
-            "interval is over queries. p queries (a permutation test with sign flips) asks whether "
-            "the difference of these trained models holds for other queries. p asks whether it "
-            "holds for other queries and other seeds (min F', Clark 1973, but at least the p of a "
-            "t-test over the seeds); if one of the two has a single seed, it is p queries. Both "
-            f"are two-sided, and corrected by Holm's method for the {len(found)} comparisons of "
-            "this report. If the reference method has several settings, its best setting is the "
-            "reference."
+            f"{counted(found[0].found.queries, 'query')}. p queries (a permutation test with sign "
+            "flips) asks whether the difference of these trained models holds for other queries. "
+            f"{about_seeds(found)[0].upper()}{about_seeds(found)[1:]}. Over both means min F' "
+            "(Clark 1973), but at least the p of a t-test over the seeds and at least p queries. "
+            f"Both p are two-sided, and corrected by Holm's method for the {len(found)} "
+            "comparisons of this report; the interval is not corrected. If the reference method "
+            "has several settings, its best setting is the reference."
         )
     table = results_table(groups, metric, found)
     return Section("Quality", (), [table.only(table.heads)], footnotes)
@@ -282,12 +294,14 @@ def results(
         }
         if test := tests.get(group.label):
             one = test.found
+            low, high = one.both or (one.low, one.high)
             row |= {
                 "against": test.reference.label,
                 "difference": one.difference,
                 # the interval over a single query is infinite, which JSON cannot say
-                "low": one.low if isfinite(one.low) else None,
-                "high": one.high if isfinite(one.high) else None,
+                "low": low if isfinite(low) else None,
+                "high": high if isfinite(high) else None,
+                "over": "queries and seeds" if one.both else "queries",
                 "better": one.wins,
                 "worse": one.losses,
                 "p": test.p,

@@ -69,7 +69,8 @@ def test_interval_of_a_mean_is_scipys_bootstrap_and_narrows_with_more_queries():
 def test_no_difference_at_all_is_no_evidence():
     assert permutation_test([0.0] * 20) == 1
     assert t_test([0.0] * 20) == (0, 1)
-    assert over_both(np.zeros((3, 20))) == 1
+    assert over_both(np.zeros((3, 20))) == (1, 0)
+    assert over_both([[0.5], [0.6]]) == (1, float("inf"))
     assert t_test([0.5])[1] == 1
 
 
@@ -109,13 +110,33 @@ def min_f(over_queries: float, over_seeds: float, queries: int, seeds: int) -> f
 def test_p_over_both_by_hand():
     """Means 1, 3, 2, 2 of one side (t^2 = 24) and 1.5, 2.5 of the other (t^2 = 16)."""
     differences = np.array([[0.5, 2.5, 1.5, 1.5], [1.5, 3.5, 2.5, 2.5]])
-    four_seeds = over_both(differences.T)
+    four_seeds = over_both(differences.T).p
     assert four_seeds == pytest.approx(min_f(16.0, 24.0, queries=2, seeds=4))
     assert four_seeds > t_test(differences.mean(0))[1]
     # with two seeds, the t-test over them has the larger p
     two_seeds = over_both(differences)
-    assert two_seeds == pytest.approx(2 * stats.t.sf(4.0, 1))
-    assert two_seeds > min_f(24.0, 16.0, queries=4, seeds=2)
+    assert two_seeds.p == pytest.approx(2 * stats.t.sf(4.0, 1))
+    assert two_seeds.p > min_f(24.0, 16.0, queries=4, seeds=2)
+    assert two_seeds.half_interval == pytest.approx(stats.t.ppf(0.975, 1) * 2 / 4)  # mean 2, t 4
+
+
+def test_the_interval_over_both_excludes_0_if_p_says_so():
+    rng = np.random.default_rng(5)
+    seen = set()
+    for number in range(200):
+        seeds = 2 + number % 3
+        values = rng.normal(0.2, 1, (seeds, 30)) + rng.normal(0, 0.1, (seeds, 1))
+        p, half = over_both(values)
+        assert (abs(values.mean()) > half) == (p < 0.05)
+        seen.add(p < 0.05)
+    assert seen == {True, False}
+
+
+def test_two_queries_are_not_enough_for_a_small_p():
+    """Equal differences of both queries and both seeds; of 4 sign flips, 2 are as far from 0."""
+    ours = {seed: {query: {"ndcg@10": 0.5} for query in "ab"} for seed in range(2)}
+    theirs = {seed: {query: {"ndcg@10": 0.3} for query in "ab"} for seed in range(2)}
+    assert compare(ours, theirs, "ndcg@10").p_both == 0.5
 
 
 def system(rng, mean: float, seeds: int, queries: int = 60, spread: float = 0.0) -> dict:
@@ -142,7 +163,7 @@ def test_false_alarms_are_as_rare_as_the_level_says(seeds):
     assert np.mean([t_test(values.mean(0))[1] < 0.05 for values in equal]) < 0.07
     lucky = equal + rng.normal(0, 0.5, (1000, seeds, 1))
     for level, most in ((0.05, 0.07), (0.01, 0.02)):
-        assert np.mean([over_both(values) < level for values in lucky]) < most
+        assert np.mean([over_both(values).p < level for values in lucky]) < most
     assert np.mean([t_test(values.mean(0))[1] < 0.05 for values in lucky]) > 0.3
     if seeds < 5:
         alone = [
@@ -210,7 +231,7 @@ def test_other_queries_and_unknown_measures_are_refused():
     ],
 )
 def test_a_small_p_is_shown_as_a_bound(p, shown):
-    found = Comparison(0.1, 0.0, 0.2, 1.0, 5, 4, 10, p, p, None)
+    found = Comparison(0.1, 0.0, 0.2, 1.0, 5, 4, 10, p, p, None, None)
     assert f"p {shown} by permutation, p {shown} by t-test)" in render_comparison(
         found, "ndcg@10", "other"
     )

@@ -66,9 +66,17 @@ def test_the_verdict_follows_both_intervals(trained, bm25, word):
         return {0: {f"q{n}": {"ndcg@10": value} for n, value in enumerate(values)}}
 
     untrained, words = (
-        compare(scores(trained), scores((other,) * 4), "ndcg@10") for other in (0.5, bm25)
+        compare(scores(trained * 3), scores((other,) * 12), "ndcg@10") for other in (0.5, bm25)
     )
     assert word in auto.verdict(untrained, words, "ndcg@10")
+
+
+def test_a_gain_on_two_queries_proves_nothing():
+    """All intervals of equal gains are empty, so p decides: 0.5, as two of four sign flips."""
+    better = {0: {f"q{n}": {"ndcg@10": 0.9} for n in range(2)}}
+    found = compare(better, {0: {f"q{n}": {"ndcg@10": 0.1} for n in range(2)}}, "ndcg@10")
+    assert found.low > 0
+    assert "no significant difference" in auto.verdict(found, found, "ndcg@10")
 
 
 def auto_of(config, limit: str) -> auto.Auto:

@@ -13,6 +13,7 @@ from contaccum.config import to_yaml
 from contaccum.errors import InputError, install_command
 from contaccum.evaluation.significance import compare
 from contaccum.experiments.report import (
+    about_seeds,
     console_report,
     results,
     results_table,
@@ -100,9 +101,10 @@ def test_console_shows_the_best_run_first(tmp_path):
     assert heads == ["run", "settings", "ndcg@10", "train s", "peak MiB", "negatives"]
     assert rows[0] == ["b", "grad_cache", "0.4000", "2", "2", "7.0"]
     assert rows[1][0] == "a"
-    about_p, _, table = console_report(runs, "ndcg@10", runs[0]).partition("\n")
+    about_p, seeds, table = console_report(runs, "ndcg@10", runs[0]).split("\n", 2)
     assert about_p.startswith("p: probability of such a difference by chance")
     assert len(about_p) <= 120
+    assert seeds == "p and the interval are over queries only, because there is one seed"
     heads, _, *rows = cells(table)
     assert heads == [
         "run", "ndcg@10", "minus a", "95 % interval", "p", "train s", "peak MiB",
@@ -333,3 +335,10 @@ def test_p_is_over_queries_where_a_setting_has_a_single_seed(tmp_path):
     assert found[1].found.p_both is None
     assert 0 < 2 * raw[1] < raw[0] < 0.5
     assert [one.p for one in found] == [raw[0], 2 * raw[1]]  # the smaller of two is doubled
+    assert about_seeds(found).endswith("over queries only, because there is one seed: c0")
+    assert about_seeds(found[:1]) == "p and the interval are over queries and seeds"
+    rows = {row["run"]: row for row in results(groups, "ndcg@10", found)}
+    one, two = found[0].found, found[1].found
+    assert (rows["b"]["low"], rows["b"]["high"]) == one.both != (one.low, one.high)
+    assert (rows["c0"]["low"], rows["c0"]["high"]) == (two.low, two.high)
+    assert [rows[name]["over"] for name in ("b", "c0")] == ["queries and seeds", "queries"]
