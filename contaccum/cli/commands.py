@@ -169,12 +169,13 @@ def _evaluate_run_file(task: EvaluateConfig, policy: DataPolicy) -> str:
     output = task.output if is_main() else None
     refuse_input_as_output(output, run, qrels, task.against)
     refuse_other_file(output, "metrics")
-    metrics = evaluate_run_file(run, qrels, None, task.relevance_level, policy)
+    how = (None, task.relevance_level, policy, task.ignore_identical_ids)
+    metrics = evaluate_run_file(run, qrels, *how)
     if task.metric not in metrics["mean"]:
         raise InputError(f"{run}: has too few passages per query for --metric {task.metric}")
     lines = [render_metrics(metrics, task.metric)]
     if task.against is not None:
-        other = evaluate_run_file(task.against, qrels, None, task.relevance_level, policy)
+        other = evaluate_run_file(task.against, qrels, *how)
         tested = compare({0: metrics["per_query"]}, {0: other["per_query"]}, task.metric)
         lines.append(render_comparison(tested, task.metric, task.against))
     # only after the second run was found to be valid

@@ -142,6 +142,9 @@ class EvaluateConfig:
     """TREC run file to evaluate."""
     qrels: str | None = setting(None, metavar="FILE")
     """File of relevance judgements (qrels) for --run."""
+    ignore_identical_ids: bool = False
+    """Leave out passages of --run with the id of their query, as --data does. Else they count, as
+    in trec_eval."""
     against: str | None = setting(None, metavar="FILE")
     """Second run file. A significance test compares --run with this file, query by query."""
     metric: str = "ndcg@10"
@@ -170,8 +173,14 @@ class EvaluateConfig:
                 "--qrels"
             )
         ignored = {
-            "data": ("match",),
-            "questions": ("split", "relevance_level", "evaluator", "metric"),
+            "data": ("match", "ignore_identical_ids"),
+            "questions": (
+                "split",
+                "relevance_level",
+                "evaluator",
+                "metric",
+                "ignore_identical_ids",
+            ),
             "run": ("model", "split", "evaluator", "match", "k"),
         }
         for name in ignored[given[0]]:

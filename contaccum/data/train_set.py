@@ -2,7 +2,7 @@
 
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -39,6 +39,12 @@ class TrainSet:
     def members(self) -> "tuple[Member, ...]":
         """The sets of a mixture. A set that is not a mixture has one member: itself."""
         return self.parts or (Member(self),)
+
+    def shared_queries(self, queries: Mapping[str, str]) -> list[str]:
+        """Return the ids of the queries (id -> text) that have the text of a training query."""
+        hashes = [text_hash(text) for text in queries.values()]
+        ids = list(queries)
+        return [ids[row] for row in np.flatnonzero(np.isin(hashes, self.query_hashes))]
 
     @cached_property
     def passage_numbers(self) -> np.ndarray:

@@ -8,8 +8,8 @@ import torch
 
 from contaccum.config.commands import EncoderConfig
 from contaccum.data.dataset import open_dataset
-from contaccum.errors import library_errors
-from contaccum.evaluation.metrics import Metrics
+from contaccum.errors import InputError, library_errors
+from contaccum.evaluation.metrics import Metrics, hash_of_positives
 from contaccum.formats.records import Passage
 
 if TYPE_CHECKING:
@@ -64,10 +64,17 @@ def evaluate_with_beir(
     from contaccum.encoder.precision import SAMPLE, load_encoder
 
     dataset = open_dataset(data, split)
-    _ = dataset.retrieval_set  # warns of judged passages that are not in the corpus
+    judged = dataset.retrieval_set.qrels  # without the queries that have no positive
     fix = "; expected a BEIR folder with unpacked files"
     with library_errors(f"{dataset.path}: BEIR cannot load it", ValueError, KeyError, fix=fix):
         corpus, queries, qrels = GenericDataLoader(str(dataset.path)).load(split=split)
+    qrels = {query: grades for query, grades in qrels.items() if query in judged}
+    if hash_of_positives(qrels) != hash_of_positives(judged):
+        raise InputError(
+            f"{dataset.path}: BEIR reads other judgements of {split} than contaccum. It skips the "
+            "first line of a qrels file; expected a header there"
+        )
+    queries = {query: queries[query] for query in qrels}
     for passage in corpus.values():  # BEIR's search fails on a passage without a title
         passage["title"] = passage["title"] or ""
     if isinstance(model, str | Path):
@@ -86,4 +93,9 @@ def evaluate_with_beir(
         for name, value in values.items():
             measure, cutoff = name.split("@")
             mean[f"{MEASURES[measure]}@{cutoff}"] = value
-    return {"mean": mean, "per_query": {}, "queries": len(qrels)}
+    return {
+        "mean": mean,
+        "per_query": {},
+        "queries": len(qrels),
+        "judgements": hash_of_positives(qrels),
+    }

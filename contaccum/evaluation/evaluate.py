@@ -1,5 +1,6 @@
 """Evaluate a retriever on a data set, or compute the metrics of a run file from qrels."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,11 +12,11 @@ from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.errors import InputError
 from contaccum.evaluation.beir import evaluate_with_beir
 from contaccum.evaluation.metrics import Metrics, evaluate_run, save_metrics
-from contaccum.retrieval.retriever import DEFAULTS, Retriever
+from contaccum.retrieval.retriever import DEFAULTS, Retriever, index_settings
 from contaccum.retrieval.runs import read_run
 from contaccum.runtime.checks import refuse_input_as_output, refuse_other_file
-from contaccum.runtime.files import sha256_of
 from contaccum.runtime.processes import ALONE, Processes
+from contaccum.runtime.units import counted
 
 if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
@@ -78,6 +79,8 @@ def evaluate(
         "test_content": retrieval_set.fingerprint(),
         "relevance_level": relevance_level,
     }
+    if retriever.precision:  # bm25 has neither vectors nor an index
+        about |= index_settings(settings)
     run = retriever.search(retrieval_set.queries, k, ignore_identical_ids=own)
     metrics = evaluate_run(
         retrieval_set.qrels,
@@ -95,10 +98,12 @@ def evaluate_run_file(
     output: str | Path | None = None,
     relevance_level: int = 1,
     policy: DataPolicy = DEFAULT_POLICY,
+    ignore_identical_ids: bool = False,
 ) -> Metrics:
     """Compute the metrics of a TREC run file. qrels: file of relevance judgements.
 
-    Unlike in ``evaluate``, a passage with the id of its query counts, as in trec_eval.
+    Unlike in ``evaluate``, a passage with the id of its query counts, as in trec_eval, and a
+    warning gives the number of such queries. ignore_identical_ids: leave such passages out.
 
     Cutoffs up to 10 are always used. A larger cutoff is used if the run has at least that many
     passages for at least one query. If another query has fewer passages than the cutoff, the
@@ -112,17 +117,24 @@ def evaluate_run_file(
     depth = max(10, *map(len, hits.values()))
     cutoffs = [cutoff for cutoff in CUTOFFS if cutoff <= depth]
     judgements = open_dataset(qrels, policy=policy).qrels
+    own = [key for key in judgements if any(passage == key for passage, _ in hits.get(key, ()))]
+    if own and not ignore_identical_ids:
+        warnings.warn(
+            f"{run}: {counted(len(own), 'query')} found the passage with the id of the query "
+            f"(first: {own[0]!r}), which counts as in trec_eval; search and evaluate --data leave "
+            "it out, as BEIR does, and so does --ignore_identical_ids true",
+            stacklevel=2,
+        )
     metrics = evaluate_run(
         judgements,
         hits,
         cutoffs=cutoffs,
         relevance_level=relevance_level,
-        ignore_identical_ids=False,
+        ignore_identical_ids=ignore_identical_ids,
     )
     return save_metrics(metrics, output, about_run_file(run, qrels, relevance_level))
 
 
 def about_run_file(run: str | Path, qrels: str | Path, relevance_level: int) -> dict[str, Any]:
     """Return what a file of the metrics of a run file says about their origin."""
-    judgements = sha256_of(Path(qrels))
-    return {"run": run, "data": qrels, "judgements": judgements, "relevance_level": relevance_level}
+    return {"run": run, "data": qrels, "relevance_level": relevance_level}

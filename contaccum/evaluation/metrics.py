@@ -1,5 +1,7 @@
 """Compute the metrics of a run with pytrec_eval, as BEIR does. Read and write files of metrics."""
 
+import hashlib
+import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,9 +31,8 @@ class _Means(TypedDict):
 class Metrics(_Means, total=False):
     """Metrics of one TREC run (the rankings of all queries).
 
-    The file metrics.json also has the names of data set, split and model, ``relevance_level``, and
-    ``test_content``, a hash of queries, qrels and corpus. That of a run file has ``judgements``
-    instead, a hash of the qrels file.
+    The file metrics.json also has the names of data set, split and model, ``relevance_level``, the
+    type of the index, and ``test_content``, a hash of queries, qrels and corpus.
     """
 
     per_query: dict[str, dict[str, float]]  # query id -> metric -> value
@@ -39,6 +40,18 @@ class Metrics(_Means, total=False):
     first_passages: dict[str, dict[str, int]]
     """Query id -> id of each of the first passages found, best first -> grade (0: not relevant, or
     not judged)."""
+    judgements: str  # hash of the positives, see ``hash_of_positives``
+
+
+def hash_of_positives(qrels: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the SHA-256 of all (query, passage, grade) with a grade above 0, in any order."""
+    positives = sorted(
+        (query, passage, grade)
+        for query, grades in qrels.items()
+        for passage, grade in grades.items()
+        if grade > 0
+    )
+    return hashlib.sha256(json.dumps(positives).encode()).hexdigest()
 
 
 def evaluate_run(
@@ -142,6 +155,7 @@ def evaluate_run(
         }
     metrics = metrics_of(per_query)
     metrics["first_passages"] = first_passages
+    metrics["judgements"] = hash_of_positives(qrels)
     return metrics
 
 

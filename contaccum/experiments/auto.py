@@ -340,7 +340,7 @@ class Auto:
         expected = duration(self.state.expected(stage))
         self.say(f"evaluating {which} on the {whose} queries, which takes about {expected}")
         began = time.monotonic()
-        run_job(kind, self.config(stage, {}), data, content=self._content(data))
+        run_job(kind, self.config(stage, {}), data, contents=self._contents(data))
         self.state.seconds[stage] = time.monotonic() - began
         self.state.save()
         if not self.state.steps:
@@ -454,6 +454,11 @@ class Auto:
                     state.seconds["run"] = max(outside, state.seconds.get("run", 0.0))
                 state.save()
             delete_weights(folder)
+            if len(logged) < steps:
+                self.say(
+                    f"tuning: {described(values)} ended after {len(logged)} of {steps} steps, "
+                    "because this machine is slower than expected"
+                )
         score = dev_score(folder)
         if score is not None:
             state.best = score if state.best is None else max(state.best, score)
@@ -504,11 +509,13 @@ class Auto:
             after=state.after_training(),
             report=report,
         )
-        run_job("run", config, self.test, after_step=pace, content=self._content(self.test))
+        run_job("run", config, self.test, after_step=pace, contents=self._contents(self.test))
 
-    def _content(self, data: dict[str, str]) -> str | None:
-        """Return the hash of the test data at the first call, None for the dev data."""
-        return None if data is self.dev else self.state.settings.get(TEST_CONTENT)
+    def _contents(self, data: dict[str, str]) -> dict[str, str]:
+        """Return the hash of the test data at the first call, nothing for the dev data."""
+        if data is self.dev or TEST_CONTENT not in self.state.settings:
+            return {}
+        return {TEST_CONTENT: self.state.settings[TEST_CONTENT]}
 
     def _verdict(self) -> str:
         """Write the report.

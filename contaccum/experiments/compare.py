@@ -4,7 +4,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -48,9 +48,15 @@ from contaccum.runtime.files import created_folder, write_json
 from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
 from contaccum.runtime.units import counted
+from contaccum.training.run_folder import flat
 
 BASELINES: tuple[Kind, ...] = ("bm25", "untrained")
 FULL = Fraction(1)
+# settings that change the cost of a forward pass of a pair
+COST_OF_A_PASS = (
+    "data.hard_negatives", "model.name", "model.passage_name", "model.max_query_length",
+    "model.max_passage_length", "loss.guide",
+)  # fmt: skip
 Configure = Callable[[Mapping[str, str]], TrainConfig]
 """Function that returns the config with changed settings. Its argument maps names of settings to
 values as text."""
@@ -118,6 +124,8 @@ class Study:
                 f"optim.warmup_steps is {self.base.optim.warmup_steps}, but --budget and --tune "
                 "change the number of steps. Use a share of the steps, such as 0.1."
             )
+        if self.budget and not self.budget.in_seconds:
+            self._warn_of_unequal_passes()
         # BM25 has one evaluation, the untrained encoder one for each value that affects it
         baselines = "" if options.baselines == "none" else options.baselines
         names = read_names("--baselines", baselines, BASELINES)
@@ -137,6 +145,21 @@ class Study:
         self.test = self._test_data()
         # data and encoders of a job -> their hashes
         self.contents: dict[str, dict[str, str]] = {}
+
+    def _warn_of_unequal_passes(self) -> None:
+        """Warn if a forward pass of a pair costs more in some runs than in others."""
+        runs = [
+            flat(asdict(self.config(tuple(variant.changes(candidate).items()))))
+            for variant in self.variants
+            for candidate in variant.candidates
+        ]
+        if differ := [name for name in COST_OF_A_PASS if len({run[name] for run in runs}) > 1]:
+            warnings.warn(
+                f"--budget {self.options.budget} counts forward passes of a pair, which do not "
+                f"cost the same if {', '.join(differ)} differs between the runs; a budget in "
+                "seconds is fair",
+                stacklevel=3,
+            )
 
     def _without_invalid(self, variant: Variant) -> Variant:
         """Leave out the combinations of tuned values that cannot be trained."""

@@ -14,12 +14,11 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 
 from contaccum.config import TrainConfig, affects, from_mapping
@@ -33,7 +32,7 @@ from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.evaluate import evaluate
 from contaccum.evaluation.metrics import read_metrics
 from contaccum.experiments.run_records import TUNED_FILE
-from contaccum.retrieval.retriever import BM25_NAME
+from contaccum.retrieval.retriever import BM25_NAME, index_settings
 from contaccum.runtime.files import read_json, remove_folder, write_json
 from contaccum.runtime.launch import StopSignals
 from contaccum.runtime.locks import waiting_lock
@@ -130,10 +129,11 @@ def contents_of(kind: Kind, config: TrainConfig, test: dict[str, str] | None) ->
     train_set = load_training(data, config.distils)
     contents["content of the training data"] = train_set.fingerprint
     if test is not None:
-        warn_of_trained_queries(test, judged, train_set)
+        warn_of_trained_queries("test", f"{test['data']} {test['split']}", judged, train_set)
     if kind == "run" and data.dev:
         dev = open_dataset(data.dev, data.dev_split, data.policy).retrieval_set
         contents["content of the dev data"] = dev.fingerprint()
+        warn_of_trained_queries("dev", f"{data.dev} {data.dev_split}", dev, train_set)
         if test is not None:
             warn_of_dev_queries(test, judged, dev)
     settings = flat(asdict(config))
@@ -158,17 +158,14 @@ def warn_of_dev_queries(test: dict[str, str], judged: RetrievalSet, dev: Retriev
 
 
 def warn_of_trained_queries(
-    test: dict[str, str], judged: RetrievalSet, train_set: TrainSet
+    kind: str, source: str, judged: RetrievalSet, train_set: TrainSet
 ) -> None:
-    """Warn if test queries have the text of a training query."""
-    ids = list(judged.queries)
-    hashes = [text_hash(text) for text in judged.queries.values()]
-    rows = np.flatnonzero(np.isin(hashes, train_set.query_hashes))
-    if len(rows):
+    """Warn if queries have the text of a training query. kind: ``test`` or ``dev``."""
+    if same := train_set.shared_queries(judged.queries):
         warnings.warn(
-            f"{test['data']} {test['split']}: {len(rows)} of {counted(len(ids), 'test query')} "
-            f"also occur in the training data (first: {ids[rows[0]]!r}), so the scores on the test "
-            "data are too high; test queries must have other texts than training queries",
+            f"{source}: {len(same)} of {counted(len(judged.queries), f'{kind} query')} also occur "
+            f"in the training data (first: {same[0]!r}), so the scores on the {kind} data are too "
+            f"high; {kind} queries must have other texts than training queries",
             stacklevel=2,
         )
 
@@ -201,7 +198,7 @@ class Worker(NamedTuple):
 
 def start(job: Job, environment: dict[str, str]) -> Worker:
     job.write()
-    with open(job.log, "wb") as log:
+    with open(job.log, "ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "contaccum.experiments.jobs", str(job.file)],
             stdin=subprocess.PIPE,
@@ -219,7 +216,8 @@ def run_jobs(
 ) -> dict[str, str]:
     """Run the jobs that are not done.
 
-    Print a line at the end of each job, and each minute the last line of the log of each worker.
+    Print a line at the end of each job, each new warning of a worker once, and each minute the last
+    line of the log of each worker.
     Return the failed jobs: name -> exit code and last line of the log. After a signal, the workers
     save checkpoints and stop. This function then raises Interrupted.
     """
@@ -227,6 +225,7 @@ def run_jobs(
     count = len(waiting)
     failed: dict[str, str] = {}
     running: dict[int, Worker] = {}  # slot number -> worker
+    warned: set[str] = set()
     if waiting:
         print(
             f"{counted(count, 'run')}, {len(slots)} at a time; logs in {waiting[0].log.parent}",
@@ -245,6 +244,9 @@ def run_jobs(
                     if process.returncode:
                         result = f"exit code {process.returncode}, {last_line(job.log)}"
                         failed[job.name] = result
+                    for text in [text for text in warnings_in(job.log) if text not in warned]:
+                        print(f"{job.name}: warning: {text}", file=sys.stderr)
+                        warned.add(text)
                     ended = count - len(waiting) - len(running)
                     seconds = time.monotonic() - began
                     print(
@@ -278,6 +280,14 @@ def last_line(log: Path, empty: str = "no message") -> str:
     return lines[-1].removeprefix("contaccum: ")
 
 
+def warnings_in(log: Path) -> dict[str, None]:
+    """Return the warnings of this package in the log of a worker, in their order."""
+    lines = [
+        line.partition(" UserWarning: ") for line in log.read_text(errors="replace").split("\n")
+    ]
+    return dict.fromkeys(text for place, _, text in lines if text and "contaccum" in place)
+
+
 def main(file: str) -> int:
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     try:
@@ -289,7 +299,7 @@ def main(file: str) -> int:
                 from_mapping(job["config"]),
                 job["test"],
                 job["keep_weights"],
-                content=job["contents"].get(TEST_CONTENT),
+                contents=job["contents"],
             )
     except (InputError, Interrupted) as error:
         print(f"contaccum: {error}", file=sys.stderr)
@@ -309,15 +319,19 @@ def run_job(
     test: dict[str, str] | None,
     keep_weights: bool = True,
     after_step: Callable[[Training], None] | None = None,
-    content: str | None = None,
+    contents: Mapping[str, str] | None = None,
 ) -> None:
     """Train and evaluate a model, or evaluate a baseline. Save the metrics on the test data.
 
     test: data and split. None: save only the dev metric. keep_weights: False deletes checkpoints
-    and model at the end. after_step: see ``train``. content: hash of the test data; raises
-    InputError if they have another one.
+    and model at the end. after_step: see ``train``. contents: hashes of data and encoders, see
+    ``contents_of``; raises InputError if one of them changed.
     """
-    run = Path(config.output_dir)
+    run, contents = Path(config.output_dir), contents or {}
+    if contents.keys() - {TEST_CONTENT}:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the plan of the jobs has given them
+            refuse_changed(contents, contents_of(kind, config, test))
     device, trust = config.run.device, config.model.trust_remote_code
     model: EncoderConfig | DualEncoder = EncoderConfig(BM25_NAME)
     if kind == "run":
@@ -331,18 +345,26 @@ def run_job(
         write_json(run / TUNED_FILE, {"metric": metric, "score": mean[metric]})
     else:
         judged = open_dataset(test["data"], test["split"], config.data.policy).retrieval_set
-        if content not in (None, judged.fingerprint()):
-            raise InputError(
-                f"{test['data']} {test['split']}: the test data changed after the first run "
-                "started, so the scores could not be compared. Undo the change and repeat the "
-                "command, or use another output_dir."
-            )
+        refuse_changed(contents, {TEST_CONTENT: judged.fingerprint()})  # it may change meanwhile
         settings = SearchConfig(batch_tokens=config.run.eval_batch_tokens)
         metrics = evaluate(model, judged, settings=settings)
         about = {**test, "test_content": judged.fingerprint()}
+        if kind != "bm25":
+            about |= index_settings(settings)
         write_json(run / METRICS_FILE, {**about, **metrics})
     if not keep_weights:
         delete_weights(run)
+
+
+def refuse_changed(planned: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise InputError if data or an encoder changed. planned, now: see ``contents_of``."""
+    for name in planned.keys() & now.keys():
+        if planned[name] != now[name]:
+            raise InputError(
+                f"{name.removeprefix('content of ')} changed after the first run started, so the "
+                "runs could not be compared. Undo the change and repeat the command, or use "
+                "another output_dir."
+            )
 
 
 def delete_weights(run: Path) -> None:

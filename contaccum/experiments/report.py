@@ -23,6 +23,7 @@ from contaccum.experiments.run_records import (
 from contaccum.runtime.checks import refuse_other_file
 from contaccum.runtime.files import write_text
 from contaccum.runtime.units import counted
+from contaccum.training.run_folder import METRICS_FILE
 
 SIGNIFICANT = 0.05  # largest p value of a significant difference
 ABOUT_P = (
@@ -78,6 +79,8 @@ def console_report(
             stacklevel=2,
         )
     groups, found = group_runs(runs), []
+    for group in groups:
+        warn_of_missing_results(group)
     if against is not None:
         reference = [run for run in runs if run.folder.resolve() == Path(against).resolve()]
         if not reference:
@@ -92,6 +95,24 @@ def console_report(
         write_page(page, "Report", groups, metric, found)
     table = console_table(groups, metric, found, width)
     return f"{table}\n\n{page}" if page else table
+
+
+def warn_of_missing_results(group: RunGroup) -> None:
+    """Warn of runs that were stopped, and of runs that are not in the mean of their group."""
+    for run in group.runs:
+        if not run.finished:
+            last = max((line["step"] for line in run.steps), default=0)
+            warnings.warn(
+                f"{run.folder}: the run did not end; its last logged step is {last}. Continue it "
+                "with --resume, or leave it out of the comparison.",
+                stacklevel=3,
+            )
+        if not run.metrics and any(other.metrics for other in group.runs):
+            warnings.warn(
+                f"{run.folder}: has no {METRICS_FILE}, so it is not in the mean of {group.label}; "
+                "evaluate it",
+                stacklevel=3,
+            )
 
 
 def console_table(
@@ -283,7 +304,7 @@ def results(
         row: dict[str, Any] = {
             "run": group.label,
             "settings": group.settings,
-            "seeds": [run.seed for run in group.runs if run.method],
+            "seeds": [run.seed for run in group.runs if run.method and run.metrics],
             "mean": mean,
             "sd": deviation,
             **cost_of(group),

@@ -16,7 +16,13 @@ from contaccum.evaluation.metrics import read_metrics
 from contaccum.evaluation.significance import Comparison, QueryScores, compare, holm
 from contaccum.runtime.files import read_json
 from contaccum.training.log import read_environment, read_log
-from contaccum.training.run_folder import CONFIG_FILE, METRICS_FILE, flat, read_config
+from contaccum.training.run_folder import (
+    CONFIG_FILE,
+    FINISHED_FILE,
+    METRICS_FILE,
+    flat,
+    read_config,
+)
 
 MISSING = "-"  # empty cell of a table
 TUNED_FILE = "tuned.json"  # dev metric of a finished tuning run
@@ -26,6 +32,8 @@ TESTED_ON = {
     ),
     "judgements": "with different judgements",
     "relevance_level": "with different relevance levels",
+    "factory": "with different indexes",
+    "search_params": "with different settings of the index",
 }
 """Keys of a file of metrics that must be equal in compared runs, and what is wrong otherwise."""
 SEED_SUFFIX = re.compile(r"[-_. ]?(seed|s)?[-_=]?\d+$")
@@ -42,6 +50,7 @@ class RunRecord:
     evaluations: list[dict[str, Any]]  # lines of the log about evaluations on dev
     metrics: dict[str, Any] | None
     environment: dict[str, Any]
+    finished: bool = True  # False: the run was stopped; True if that is not known
 
     @property
     def name(self) -> str:
@@ -144,7 +153,9 @@ def load_run_record(folder: str | Path) -> RunRecord:
     lines = read_log(path)
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if "dev" in line]
-    return RunRecord(path, config, steps, evaluations, metrics, read_environment(path))
+    # a run that keeps no checkpoints ends with this file
+    finished = config["run.keep_checkpoints"] is not None or (path / FINISHED_FILE).is_file()
+    return RunRecord(path, config, steps, evaluations, metrics, read_environment(path), finished)
 
 
 def for_order(score: float | None) -> float:

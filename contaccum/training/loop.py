@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from contaccum.batch import MicroBatch
@@ -20,7 +19,6 @@ from contaccum.config.commands import SearchConfig
 from contaccum.config.load import CONFIG_VERSION
 from contaccum.data.dataset import load_training, open_dataset, require_other_dev
 from contaccum.data.dev_set import sample_passages
-from contaccum.data.identity import text_hash
 from contaccum.data.pairs import pairs_file
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.data.train_set import TrainSet
@@ -248,13 +246,11 @@ class Training:
                 f"{counted(self.examples, 'query')}, so an update has some of them several "
                 "times; a smaller one makes more updates"
             )
-        if self.dev:
-            hashes = [text_hash(text) for text in self.dev.queries.values()]
-            if shared := int(np.isin(hashes, train_set.query_hashes).sum()):
-                self.log.say(
-                    f"{shared} of {counted(len(hashes), 'dev query')} are also training queries, "
-                    "so the dev score is too high"
-                )
+        if self.dev and (shared := train_set.shared_queries(self.dev.queries)):
+            self.log.say(
+                f"{len(shared)} of {counted(len(self.dev.queries), 'dev query')} are also training "
+                "queries, so the dev score is too high"
+            )
         if self.bank.size and config.bank.warmup_steps >= self.total:
             self.log.say(
                 f"bank.warmup_steps is {config.bank.warmup_steps}, but the run has only "

@@ -306,6 +306,25 @@ def test_beir_refuses_what_it_cannot_run(tmp_path, capsys):
     assert main([*call, "--model", str(model), "--batch_tokens", "64"]) == 0
 
 
+def test_beir_scores_the_queries_and_judgements_that_we_score(tmp_path):
+    """A query without a positive is left out; BEIR skips a first line that is no header."""
+    data = write_beir(tmp_path / "data")
+    model, qrels = tiny_model(tmp_path / "model", data), data / "qrels" / "dev.tsv"
+    head, *lines = qrels.read_text().splitlines()
+    lines[3] = lines[3].replace("\t1", "\t0")
+    qrels.write_text("\n".join([head, *lines]) + "\n")
+    with pytest.warns(UserWarning, match="skipped 1 query without a positive"):
+        ours, theirs = (
+            evaluate(model, data, "dev", k=20, evaluator=name) for name in ("contaccum", "beir")
+        )
+    assert theirs["queries"] == ours["queries"] == 9
+    assert theirs["mean"]["ndcg@10"] == pytest.approx(ours["mean"]["ndcg@10"], abs=5.1e-6)
+    assert theirs["judgements"] == ours["judgements"]
+    qrels.write_text("\n".join(lines[4:]) + "\n")
+    with pytest.raises(InputError, match="BEIR reads other judgements of dev than contaccum"):
+        evaluate(model, data, "dev", k=20, evaluator="beir")
+
+
 @pytest.mark.parametrize(
     "options",
     [

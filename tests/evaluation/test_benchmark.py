@@ -223,7 +223,7 @@ def test_a_relevance_level_cuts_all_measures_but_ndcg():
 
 
 def test_a_run_file_is_scored_as_by_trec_eval(tmp_path):
-    """A passage with the id of its query counts, unlike in BEIR."""
+    """A passage with the id of its query counts, unlike in BEIR, which a warning says."""
     (tmp_path / "qrels").write_text("1 0 1 1\n1 0 3 2\n2 0 1 1\n")
     lines = [
         "1 Q0 1 1 0.9 x",
@@ -233,7 +233,8 @@ def test_a_run_file_is_scored_as_by_trec_eval(tmp_path):
         "2 Q0 1 2 0.8 x",
     ]
     (tmp_path / "run").write_text("\n".join(lines) + "\n")
-    ours = evaluate_run_file(tmp_path / "run", tmp_path / "qrels")["per_query"]
+    with pytest.warns(UserWarning, match=r"run: 2 queries found the passage .* \(first: '1'\)"):
+        ours = evaluate_run_file(tmp_path / "run", tmp_path / "qrels")["per_query"]
     with open(tmp_path / "qrels") as qrels, open(tmp_path / "run") as run:
         judge = pytrec_eval.RelevanceEvaluator(
             pytrec_eval.parse_qrel(qrels), {"recip_rank", "ndcg"}
@@ -243,6 +244,12 @@ def test_a_run_file_is_scored_as_by_trec_eval(tmp_path):
     for query in "12":
         assert ours[query]["mrr@10"] == theirs[query]["recip_rank"]
         assert ours[query]["ndcg@10"] == pytest.approx(theirs[query]["ndcg"])
+    call = ["evaluate", "--run", str(tmp_path / "run"), "--qrels", str(tmp_path / "qrels")]
+    output = tmp_path / "metrics.json"
+    assert main([*call, "--ignore_identical_ids", "true", "--output", str(output)]) == 0
+    # without it, passage 3 is second for query 1, and passage 1 is first for query 2
+    found = read_json(output)["per_query"]
+    assert [found[query]["mrr@10"] for query in "12"] == [0.5, 1]
 
 
 def test_two_run_files_are_tested_query_by_query(tmp_path, capsys):

@@ -267,7 +267,7 @@ def test_a_changed_number_of_steps_is_explained(planned, monkeypatch, capsys):
     made = planned("15m")[0]
     made.state.chosen = dict(made._candidates()[0])
 
-    def run_job(kind, config, test, after_step, content=None):
+    def run_job(kind, config, test, after_step, contents=None):
         steps = made.state.steps
         for total in (steps, steps + 9, steps + 9, steps):
             after_step.report(SimpleNamespace(done=1, total=total, best={}))
@@ -300,7 +300,7 @@ def test_tuning_runs_of_a_rung_cost_equally_much(planned, monkeypatch):
     pass_seconds = PREDICTED["pass"] / 3
     costs, starts = {}, []
 
-    def run_job(kind, config, test, after_step, content=None):
+    def run_job(kind, config, test, after_step, contents=None):
         starts.append(config.output_dir)
         if len(starts) == 4:
             raise Interrupted(signal.SIGTERM, "stopped")

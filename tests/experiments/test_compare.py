@@ -13,6 +13,7 @@ import time
 import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,11 @@ from helpers import train_config, weights, write_beir
 from processes import python
 
 from contaccum.cli import main
-from contaccum.config import DataConfig, MixtureConfig, to_yaml
+from contaccum.config import DataConfig, MixtureConfig, to_yaml, with_changes
+from contaccum.config.experiments import CompareConfig
 from contaccum.errors import InputError
-from contaccum.experiments.compare import require_unseen
-from contaccum.experiments.jobs import TEST_CONTENT, Job, contents_of, run_job
+from contaccum.experiments.compare import Study, require_unseen
+from contaccum.experiments.jobs import Job, contents_of, run_job, warnings_in
 from contaccum.experiments.run_records import RunRecord, group_runs
 from contaccum.experiments.settings import read_values, variants
 from contaccum.runtime.files import read_json
@@ -104,7 +106,7 @@ def test_every_combination_is_trained_and_evaluated_once(study_folder):
         metrics = read_json(study / "runs" / name / "metrics.json")
         assert len(metrics["per_query"]) == 10
         assert (metrics["data"], metrics["split"]) == (str(study_folder / "data"), "test")
-    assert len(read_log(study / "runs" / "cont_accum-size=16-seed0")) == 6
+    assert len(read_log(study / "runs" / "cont_accum-size=16-seed0")) == 7
 
 
 def test_finished_comparison_runs_nothing_again(study_folder, capsys):
@@ -115,10 +117,11 @@ def test_finished_comparison_runs_nothing_again(study_folder, capsys):
         "--output_dir", study,
     ]  # fmt: skip
     code, said = call(capsys, study_folder, *arguments)
-    assert (code, len(said.splitlines())) == (0, 3)
+    assert (code, len(said.splitlines())) == (0, 4)
     assert "skipped 1 passage with" in said
     assert "10 of 10 test queries are also dev queries" in said
     assert "10 of 10 test queries also occur in the training data" in said
+    assert "10 of 10 dev queries also occur in the training data" in said
     assert stamps(study) == before
 
 
@@ -217,6 +220,7 @@ def test_settings_are_compared_again_after_waiting_for_another_call(
     [
         (["--vary", "bank.sise=1,2"], "--vary: 'bank.sise=1,2'"),
         (["--vary", "run.save_steps=1,2"], "is not a setting that changes the trained model"),
+        (["--tune", "data.dev_passages=50,60"], "'data.dev_passages' changes what is measured"),
         (
             ["--vary", "bank.size=16,many"],
             "cont_accum-size=many: bank.size is 'many', expected a whole number",
@@ -342,16 +346,78 @@ def test_test_data_that_changed_after_the_first_run_are_refused(tmp_path):
     data = write_beir(tmp_path / "data")
     test = {"data": str(data), "split": "dev"}
     config = train_config(data, tmp_path / "bm25")
-    content = contents_of("bm25", config, test)[TEST_CONTENT]
+    contents = contents_of("bm25", config, test)
     qrels = data / "qrels" / "dev.tsv"
     before = qrels.read_text()
     qrels.write_text(before.replace("\t1\n", "\t2\n"))
     with pytest.raises(InputError, match="the test data changed after the first run started"):
-        run_job("bm25", config, test, content=content)
+        run_job("bm25", config, test, contents=contents)
     assert not (tmp_path / "bm25" / "metrics.json").exists()
     qrels.write_text(before)
-    run_job("bm25", config, test, content=content)
+    run_job("bm25", config, test, contents=contents)
     assert (tmp_path / "bm25" / "metrics.json").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*also occur in the training data")
+@pytest.mark.parametrize(
+    ("file", "what"), [("train.tsv", "the training data"), ("dev.tsv", "the dev data")]
+)
+def test_data_that_change_between_two_runs_are_refused(file, what, tmp_path):
+    """The plan has read them; the first run used them, and the second would use others."""
+    data = write_beir(tmp_path / "data")
+    other = {"data.dev": str(data), "optim.max_steps": 1}
+    first, second = (train_config(data, tmp_path / name, **other) for name in "ab")
+    contents = contents_of("run", first, None)
+    run_job("run", first, None, contents=contents)
+    qrels = data / "qrels" / file
+    before = qrels.read_text()
+    qrels.write_text(before.replace("q1\tp1\t1", "q1\tp5\t1"))
+    with pytest.raises(InputError, match=f"^{what} changed after the first run started"):
+        run_job("run", second, None, contents=contents)
+    assert not (tmp_path / "b").exists()
+    qrels.write_text(before)
+    run_job("run", second, None, contents=contents)
+    assert (tmp_path / "b" / "tuned.json").exists()
+
+
+def test_dev_queries_with_the_text_of_a_training_query_are_counted(tmp_path):
+    data = write_beir(tmp_path / "data")
+    config = train_config(data, tmp_path / "run", **{"data.dev": str(data)})
+    with pytest.warns(UserWarning, match=r"dev: 10 of 10 dev queries also occur in the training"):
+        contents_of("run", config, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        contents_of("untrained", config, None)  # which no dev query has influenced
+
+
+def test_a_budget_of_passes_warns_of_passes_that_cost_more(tmp_path):
+    file = tmp_path / "rows.yaml"
+    data = write_beir(tmp_path / "data")
+
+    def study(budget: str, rows: str) -> Study:
+        file.write_text(rows)
+        options = CompareConfig(settings=str(file), budget=budget, test_split="dev")
+        plain = train_config(data, tmp_path / "study")
+        return Study(partial(with_changes, plain), options)
+
+    same = "a: {method: grad_cache}\nb: {method: grad_accum}\n"
+    longer = same + "c: {method: grad_cache, model.max_passage_length: 12}\n"
+    with pytest.warns(UserWarning, match=r"960f .* if model\.max_passage_length differs between"):
+        study("960f", longer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        study("960f", same)
+        study("9s", longer)
+
+
+def test_warnings_of_a_run_are_shown_once(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text(
+        "step 1\n/lib/contaccum/training/loop.py:9: UserWarning: no query has a negative\n"
+        "  warnings.warn(\n/lib/torch/x.py:3: UserWarning: other\n"
+        "/lib/contaccum/training/loop.py:9: UserWarning: no query has a negative\n"
+    )
+    assert list(warnings_in(log)) == ["no query has a negative"]
 
 
 def test_seeds_with_other_automatic_settings_are_one_row(tmp_path):
@@ -701,7 +767,7 @@ def test_report_figures_equal_those_in_the_run_files(study_folder):
 def test_summary_lists_the_tested_differences_best_first(study_folder):
     """The table that the command prints, and the page's path."""
     text, page = (study_folder / "stdout").read_text().rstrip("\n").split("\n\n")
-    _, table = text.split("\n", 1)  # after the line about p
+    _, _, table = text.split("\n", 2)  # after the lines about p
     assert page == str(study_folder / "study" / "report.html")
     heads, _, *rows = (
         [cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()

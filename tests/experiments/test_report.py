@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import train_config, write_beir
+from helpers import tiny_encoder, train_config, write_beir
 
 from contaccum import evaluate, evaluate_run_file, search
 from contaccum.config import to_yaml
+from contaccum.config.commands import SearchConfig
 from contaccum.errors import InputError, install_command
 from contaccum.evaluation.significance import compare
 from contaccum.experiments.report import (
@@ -161,9 +162,43 @@ def test_runs_with_other_relevance_levels_or_judgements_cause_a_warning(tmp_path
     evaluate_run_file(run, qrels, four)
     with pytest.warns(UserWarning, match=r"2\.json and .*3\.json .* with different judgements"):
         console_report([three, four], "ndcg@10")
+    with pytest.warns(UserWarning, match="with different judgements"):
+        console_report([one, four], "ndcg@10")
     recwarn.clear()
-    console_report([three, three], "ndcg@10")  # negative control
+    console_report([one, three], "ndcg@10")  # negative control: the same judgements
     assert not recwarn.list
+
+
+def test_runs_with_another_index_cause_a_warning(tmp_path, recwarn):
+    data, encoder = write_beir(tmp_path / "data"), tiny_encoder()
+    exact, fast = str(tmp_path / "exact.json"), str(tmp_path / "fast.json")
+    evaluate(encoder, data, "train", output=exact)
+    evaluate(encoder, data, "train", settings=SearchConfig(factory="IVF2,Flat"), output=fast)
+    recwarn.clear()  # the index is small
+    console_report([exact, exact], "ndcg@10")  # negative control
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"exact\.json and .*fast\.json .* different indexes"):
+        console_report([exact, fast], "ndcg@10")
+
+
+def test_runs_that_did_not_end_or_have_no_metrics_are_named(tmp_path, recwarn):
+    for name, seed in (("a0", 0), ("a1", 1)):
+        folder(
+            tmp_path / name, "grad_cache", [1.0] * 3, seed=seed, **{"run.keep_checkpoints": None}
+        )
+    runs = [str(tmp_path / name) for name in ("a0", "a1")]
+    (tmp_path / "a0" / "finished.json").write_text("{}")
+    with pytest.warns(UserWarning, match=r"a1: the run did not end; its last logged step is 3"):
+        console_report(runs, "ndcg@10")
+    (tmp_path / "a1" / "finished.json").write_text("{}")
+    recwarn.clear()
+    console_report(runs, "ndcg@10")  # negative control
+    assert not recwarn.list
+    (tmp_path / "a1" / "metrics.json").unlink()
+    with pytest.warns(UserWarning, match=r"a1: has no metrics.json, so it is not in the mean of"):
+        console_report(runs, "ndcg@10")
+    groups = group_runs([load_run_record(run) for run in runs])
+    assert [row["seeds"] for row in results(groups, "ndcg@10", [])] == [[0]]
 
 
 def study(tmp_path: Path):
