@@ -45,8 +45,8 @@ def cont_cache(
     queries, passages, kept = represent(engine, micro_batches, passes)
     ids = step_ids(micro_batches)
     value, gradients = cache_gradients(queries, passages, ids, loss, bank)
-    # before the second pass, which needs the memory of these logits
     bank.push(queries, passages, ids, value.bank_logits)
+    value = value.detach()  # frees the bank logits, whose memory the second pass needs
     return [replay(engine, micro_batches, passes, kept, gradients, value)]
 
 
@@ -101,8 +101,8 @@ def replay(
     """Make the second pass: encode with a graph, and backpropagate the cached gradients.
 
     These are the steps 3 and 4 of the paper. Without partial replay, the dropout noise is that of
-    the first pass. kept: the result of ``represent``. Returns ``value`` without ``bank_logits``.
-    Partial replay adds its share and its variance to the statistics.
+    the first pass. kept: the result of ``represent``. Returns ``value``. Partial replay adds its
+    share and its variance to the statistics.
     """
     statistics: dict[str, float | Tensor] = {}
     if engine.replay_share < 1:
@@ -119,4 +119,4 @@ def replay(
         engine.encoded(passes[:to_encode]), of_passes[:to_encode], strict=True
     ):
         engine.backward((vectors * each).sum())
-    return replace(value.detach(), statistics={**value.statistics, **statistics})
+    return replace(value, statistics={**value.statistics, **statistics})

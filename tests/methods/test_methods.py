@@ -2,6 +2,7 @@
 must differ."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -275,3 +276,28 @@ def test_a_loss_scale_multiplies_every_gradient_alike(method):
     assert torch.stack([value.value for value in values]).mean().item() == pytest.approx(
         plain_loss[0], rel=1e-6
     )
+
+
+def test_cont_cache_frees_the_logits_of_the_bank_before_the_second_pass(monkeypatch):
+    data = steps(2)
+    encoder, loss = tiny_encoder().train(), InfoNCE(0.1)
+    engine = Engine(device="cpu")
+    engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
+    bank = make_bank(16, encoder.dim, loss, push=16)
+    METHODS["cont_cache"](engine, data[0], bank, loss)  # fills the bank
+    pushed, alive = [], []
+    push, backward = bank.push, engine.backward
+
+    def watched_push(queries, passages, ids, bank_logits):
+        pushed.append(weakref.ref(bank_logits[0].over_current))
+        push(queries, passages, ids, bank_logits)
+
+    def watched_backward(value):
+        alive.extend(logits() is not None for logits in pushed)
+        backward(value)
+
+    monkeypatch.setattr(bank, "push", watched_push)
+    monkeypatch.setattr(engine, "backward", watched_backward)
+    METHODS["cont_cache"](engine, data[1], bank, loss)
+    assert alive
+    assert not any(alive)
