@@ -8,7 +8,6 @@ each micro-batch. The array of micro-batch k has shape (W * B_k,) for W processe
 process 0, then B_k pairs of process 1, and so on. Every process computes the same partition.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -169,7 +168,7 @@ class JoinedTokens:
 
 
 class Batches:
-    """Micro-batches of one process.
+    """Micro-batches of one process. Several threads may use one object.
 
     Micro-batch k has the texts of the B_k pairs of this process, and the ids of the W * B_k pairs
     of all W processes, in rank order.
@@ -216,12 +215,6 @@ class Batches:
                     "batch.micro_batch_tokens, or lower model.max_query_length and "
                     "model.max_passage_length."
                 )
-
-    def clone(self) -> "Batches":
-        """Return a copy that another thread can use."""
-        other = copy.copy(self)
-        other._sampler = copy.copy(self._sampler)  # a sampler caches the order of one epoch
-        return other
 
     def step(self, step: int, size: int | None = None) -> list[MicroBatch]:
         """Return the micro-batches of step ``step``. size: used instead of ``self.size``."""

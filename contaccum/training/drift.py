@@ -29,9 +29,9 @@ class Drift:
         size: MicroBatchSize,
         two_pass: bool = False,
     ) -> None:
-        """batches: clone of the source of training batches, used only here.
+        """batches: source of the training batches. size: micro-batch size.
 
-        size: micro-batch size. two_pass: whether the method has two passes.
+        two_pass: whether the method has two passes.
         """
         self.engine, self.bank, self.batches, self.size = engine, bank, batches, size
         self.two_pass = two_pass

@@ -198,7 +198,7 @@ class Training:
         )
         self.bank = parts.build_bank(config, engine, self.encoder, self.loss)
         self.drift = Drift(
-            engine, self.bank, self.batches.clone(), self.micro_batch_size, config.spec.two_pass
+            engine, self.bank, self.batches, self.micro_batch_size, config.spec.two_pass
         )
 
         # number of steps

@@ -110,8 +110,7 @@ def test_in_file_order_a_step_takes_the_next_examples_of_each_set(sets):
 
 
 def test_a_sampler_can_be_read_by_two_threads(sets, monkeypatch):
-    """The log reads past steps with a clone, which has the same StepSamplers as the thread that
-    prepares the next steps."""
+    """The measurement of drift reads past steps while a thread prepares the next steps."""
     _, sampler = sampler_of(mixed(sets), size=sum(SIZES))
     expected, reads = [sampler(step).queries.tolist() for step in range(3)], []
 

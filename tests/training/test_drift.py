@@ -176,7 +176,7 @@ def test_drift_measures_steps_from_the_oldest_to_the_newest(data, tmp_path, monk
         parts.build_loss(config, encoder),
     )
     bank = parts.build_bank(config, engine, encoder, loss)
-    drift = Drift(engine, bank, batches.clone(), MicroBatchSize([4], "pairs"))
+    drift = Drift(engine, bank, batches, MicroBatchSize([4], "pairs"))
     assert drift.measure() == {}
     for step in range(3):  # 48 rows through 40 places: the first 8 are gone
         engine.step = step
