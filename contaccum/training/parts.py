@@ -35,7 +35,7 @@ from contaccum.retrieval.encode import training_vectors
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.processes import torch_dtype
 from contaccum.runtime.progress import announced
-from contaccum.training.automatic import choose_unpad
+from contaccum.training.automatic import choose_unpad, longest_pair
 
 _TOWER_SETTINGS = ("passage_name", "tie_towers")
 
@@ -294,10 +294,6 @@ def build_loss(
 
 def build_bank(config: TrainConfig, engine: Engine, encoder: DualEncoder, loss: Objective) -> Bank:
     """Build the bank. If the method has no bank, build one of size 0."""
-    settings = encoder.settings
-    longest_pair = (
-        settings.max_query_length + (1 + config.data.hard_negatives) * settings.max_passage_length
-    )
     options = BankOptions(
         hard_negatives=config.data.hard_negatives,
         columns_only=config.spec.bank != "pairs",
@@ -312,7 +308,7 @@ def build_bank(config: TrainConfig, engine: Engine, encoder: DualEncoder, loss: 
         loss.similarity,
         options,
         loss.matryoshka,
-        push=config.usual_push(engine.world, longest_pair),
+        push=config.usual_push(engine.world, longest_pair(config, encoder)),
         device=engine.device,
     )
 
