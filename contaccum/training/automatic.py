@@ -107,7 +107,7 @@ def token_budget(config: TrainConfig, engine: Engine, encoder: DualEncoder) -> i
     """Return the maximum number of tokens of a pass: at least those of one pair."""
     budget = CPU_TOKENS
     if engine.device.type == "cuda":
-        budget = min(GPU_TOKENS, fitting_tokens(encoder, engine, free_memory(config, engine)))
+        budget = min(GPU_TOKENS, fitting_tokens(encoder, engine, available_memory(config, engine)))
     return max(budget, longest_pair(config, encoder))
 
 
@@ -116,13 +116,13 @@ def fitting_pairs(config: TrainConfig, engine: Engine, encoder: DualEncoder) -> 
     # with sharded weights, a pass that does not fit would end the run
     if engine.device.type != "cuda" or encoder.group is not None:
         return 0
-    tokens = fitting_tokens(encoder, engine, free_memory(config, engine))
+    tokens = fitting_tokens(encoder, engine, available_memory(config, engine))
     most = tokens // longest_pair(config, encoder)
     pairs = config.batch.global_batch_size // engine.world
     return next((size for size in range(min(most, pairs), 0, -1) if pairs % size == 0), 0)
 
 
-def free_memory(config: TrainConfig, engine: Engine) -> int:
+def available_memory(config: TrainConfig, engine: Engine) -> int:
     """Return how many bytes of GPU memory torch may still use."""
     free, _ = torch.cuda.mem_get_info(engine.device)
     free += torch.cuda.memory_reserved(engine.device)
