@@ -256,7 +256,7 @@ class Training:
                 f"bank.warmup_steps is {config.bank.warmup_steps}, but the run has only "
                 f"{counted(self.total, 'step')}, so the loss never uses the bank"
             )
-        if parts.warmup_steps(config.optim, self.total) >= self.total > 1:
+        if parts.step_count(config.optim.warmup_steps, self.total) >= self.total > 1:
             self.log.say(
                 f"optim.warmup_steps is {config.optim.warmup_steps:g}, but the run has only "
                 f"{counted(self.total, 'step')}, so the learning rate hardly reaches "
@@ -511,7 +511,7 @@ class Training:
         scale = engine.clip(norm, config.optim.max_grad_norm)
 
         # update
-        warmup = parts.warmup_steps(config.optim, self.total)
+        warmup = parts.step_count(config.optim.warmup_steps, self.total)
         factor = parts.learning_rate_factor(self.done, self.total, warmup, config.optim.schedule)
         rate = config.optim.learning_rate * factor
         parts.set_learning_rate(engine.optimizer, rate)
@@ -569,7 +569,7 @@ class Training:
 
         steps: number of steps, or below 1 a share of the run. 0: never.
         """
-        return steps > 0 and self.done % self.interval(steps) == 0
+        return steps > 0 and self.done % parts.step_count(steps, self.total) == 0
 
     def checkpoint_due(self, last: bool) -> bool:
         """Return whether to save a checkpoint after this step, the same in all processes.
@@ -584,22 +584,19 @@ class Training:
         late = time.monotonic() - self.saved > SAVE_SECONDS
         return self.engine.largest(int(late)) > 0 or self.done_every(run.save_steps)
 
-    def interval(self, steps: float) -> int:
-        return int(steps) if steps >= 1 else math.ceil(steps * self.total)
-
     def _evaluation_due(self) -> bool:
         every = self.config.run.eval_steps
         if self.dev is None or (self.done < self.total and not self.done_every(every)):
             return False
         # the evaluation of the last step soon follows
         left = self.total - self.done
-        return left <= 0 or left >= self.interval(every) / 2
+        return left <= 0 or left >= parts.step_count(every, self.total) / 2
 
     def evaluations_left(self) -> int:
         """Return the number of dev evaluations until the end of the run."""
         if self.dev is None:
             return 0
-        every = self.interval(self.config.run.eval_steps)
+        every = parts.step_count(self.config.run.eval_steps, self.total)
         if every == 0:
             return 1
         # at multiples of ``every``, but not shortly before the last step, and at the last step

@@ -351,9 +351,11 @@ def make_optimizer(encoder: DualEncoder, config: OptimConfig) -> torch.optim.Opt
     return AdamW8bit(groups, **settings)
 
 
-def warmup_steps(config: OptimConfig, total: int) -> int:
-    """Return the number of warm-up steps of a run of ``total`` steps."""
-    steps = config.warmup_steps
+def step_count(steps: float, total: int) -> int:
+    """Return a number of steps that a setting gives directly or, below 1, as a share of ``total``.
+
+    total: number of steps of the run.
+    """
     return int(steps) if steps >= 1 else math.ceil(steps * total)
 
 

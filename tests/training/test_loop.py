@@ -40,7 +40,7 @@ from contaccum.runtime.files import read_json
 from contaccum.runtime.prefetch import prefetch
 from contaccum.training.log import read_log
 from contaccum.training.loop import Training, train
-from contaccum.training.parts import learning_rate_factor, make_optimizer, warmup_steps
+from contaccum.training.parts import learning_rate_factor, make_optimizer, step_count
 from contaccum.training.run_folder import newest_checkpoint
 from contaccum.training.trackers import TensorBoard
 
@@ -421,10 +421,10 @@ def test_schedules_equal_transformers(schedule, peer, warmup):
     assert learning_rate_factor(7, 20, warmup, "constant") == 1
 
 
-def test_a_share_of_warmup_steps_is_rounded_up():
-    assert warmup_steps(OptimConfig(warmup_steps=0.1), 34) == 4
-    assert warmup_steps(OptimConfig(warmup_steps=7), 34) == 7
-    assert warmup_steps(OptimConfig(), 34) == 0
+def test_a_share_of_the_steps_is_rounded_up():
+    assert step_count(0.1, 34) == 4
+    assert step_count(7, 34) == 7
+    assert step_count(0, 34) == 0
 
 
 def test_biases_and_normalization_have_no_weight_decay():
