@@ -94,9 +94,8 @@ class Task(NamedTuple):
 def tasks() -> dict[str, Task]:
     """Return all MTEB tasks: name of the task in lower case -> task."""
     found = {}
-    for name, repository, commit, *subsets in table(
-        "mteb.tsv"
-    ):  # the column of the subsets may be missing
+    # the column of the subsets may be missing
+    for name, repository, commit, *subsets in table("mteb.tsv"):
         languages = tuple(subsets[0].split(",")) if subsets else ()
         found[name.casefold()] = Task(name, Repository(repository, commit), languages)
     return found

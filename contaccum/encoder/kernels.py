@@ -324,10 +324,9 @@ def attention_mask(tokens: Tokens, backbone: Any) -> Tensor | None:
         return mask
     if host.all():
         return None
+    # other model types make their own masks
     ready = config._attn_implementation == "sdpa" and config.model_type in FULL_ATTENTION
-    if (
-        not ready or getattr(config, "quantization_config", None) is not None
-    ):  # other model types make their own masks
+    if not ready or getattr(config, "quantization_config", None) is not None:
         return mask
     return padding_bias(mask, autocast_dtype(mask.device.type, backbone.dtype))
 

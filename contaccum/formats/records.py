@@ -295,9 +295,8 @@ def write_beir_folder(
 
 def plain_split(split: str) -> str:
     """Return the name of a split. Raise InputError if the name cannot be a file name."""
-    if (
-        split in ("", ".", "..") or "/" in split or not split.isprintable()
-    ):  # lone surrogates are not printable
+    # lone surrogates are not printable
+    if split in ("", ".", "..") or "/" in split or not split.isprintable():
         raise InputError(f"split {split!r} cannot be a file name; use a plain name such as train")
     return split
 

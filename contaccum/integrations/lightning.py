@@ -34,9 +34,8 @@ class ContAccumCallback(Callback):
         self.steps = 0  # number of finished optimizer steps
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if (
-            stage == "fit"
-        ):  # the trainer calls load_state_dict later, so a checkpoint replaces the empty bank
+        if stage == "fit":
+            # the trainer calls load_state_dict later, so a checkpoint replaces the empty bank
             self.loss.begin()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -210,9 +210,8 @@ class ContAccumCallback(TrainerCallback):
 def _refuse_other_run(folder: Path, state: Any) -> None:
     """Raise InputError if the trainer loaded another checkpoint than the bank's (``folder``)."""
     saved = read_json(folder / TRAINER_STATE_NAME)["log_history"]
-    if json.dumps(saved) != json.dumps(
-        state.log_history
-    ):  # as text, because NaN is not equal to itself
+    # as text, because NaN is not equal to itself
+    if json.dumps(saved) != json.dumps(state.log_history):
         raise InputError(
             f"{folder}: this checkpoint, whose bank would be used, is of another run than the "
             "resumed checkpoint. Set resume_from_checkpoint in the training arguments to the "

@@ -375,8 +375,7 @@ class Bank:
         """
         digest = hashlib.sha256(f"{self.pointer} {self.stored} {self.step}".encode())
         for name, tensor in self._tensors().items():
-            if (
-                name != "positive_logits"
-            ):  # computed values, which another machine may round differently
+            # positive_logits are computed, and another machine may round them differently
+            if name != "positive_logits":
                 digest.update(tensor.cpu().numpy().data)
         return digest.hexdigest()

@@ -71,11 +71,8 @@ class Distillation:
         that divides the teacher's scores. weight: number that multiplies the loss.
         """
         self.row_losses = {"kl": _divergence, "margin": _margins}[kind]
-        self.temperature, self.teacher_temperature, self.weight = (
-            temperature,
-            teacher_temperature,
-            weight,
-        )
+        self.temperature, self.teacher_temperature = temperature, teacher_temperature
+        self.weight = weight
 
     def __call__(self, queries: Tensor, passages: Tensor, teacher: Tensor) -> Tensor:
         """Return the weighted loss, a scalar.

@@ -253,9 +253,8 @@ class ShardFolder(Sequence[Shard]):
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __iter__(
-        self,
-    ) -> Iterator[Shard]:  # the inherited method would treat an IndexError as the end
+    def __iter__(self) -> Iterator[Shard]:
+        # the inherited method would treat an IndexError as the end
         return map(self.__getitem__, range(len(self)))
 
     @property

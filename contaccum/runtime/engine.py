@@ -60,9 +60,8 @@ class Engine(Processes):
         """
         rank, world = process_place()
         super().__init__(rank, world, local_place()[0], encoding_device(device))
-        if (
-            precision == "fp16" and self.device.type == "cpu"
-        ):  # torch's CPU kernels for fp16 are incomplete
+        # torch's CPU kernels for fp16 are incomplete
+        if precision == "fp16" and self.device.type == "cpu":
             raise InputError("run.precision is fp16, but the device is cpu; use fp32 or bf16")
         if tf32 and self.device.type != "cuda":
             warnings.warn(f"run.tf32 has no effect on {self.device.type}", stacklevel=2)
@@ -496,7 +495,5 @@ class Engine(Processes):
 
 def mix(*numbers: int) -> int:
     """Hash several numbers to one 63-bit number, which is used as a random seed."""
-    return (
-        int.from_bytes(hashlib.sha256(",".join(map(str, numbers)).encode()).digest()[:8], "little")
-        >> 1
-    )
+    digest = hashlib.sha256(",".join(map(str, numbers)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

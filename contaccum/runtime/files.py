@@ -146,10 +146,8 @@ def write_errors(path: str | Path) -> Iterator[None]:
     """
     try:
         yield
-    except (
-        OSError,
-        SafetensorError,
-    ) as error:  # if the disk is full, safetensors raises SafetensorError
+    # if the disk is full, safetensors raises SafetensorError
+    except (OSError, SafetensorError) as error:
         if _is_unfinished(Path(path)):
             raise
         raise InputError(
@@ -211,9 +209,8 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
             sweep(path.parent, path.name, shared=True)
         cleanup.callback(part.unlink, missing_ok=True)
         part.unlink(missing_ok=True)
-        with open(
-            part, "xb"
-        ) as file:  # in a shared folder, somebody could make this name a link to one of our files
+        # x: in a shared folder, somebody could make this name a link to one of our files
+        with open(part, "xb") as file:
             yield file
         _sync(part)
         os.replace(part, path)

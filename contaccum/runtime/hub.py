@@ -89,10 +89,7 @@ def _failure(endpoint: str) -> str:
         thread.start()
         thread.join(SECONDS)
         # a later answer to this request changes nothing
-        _failures[endpoint] = (
-            found[-1],
-            time.monotonic(),
-        )
+        _failures[endpoint] = (found[-1], time.monotonic())
     return _failures[endpoint][0]
 
 

@@ -176,9 +176,8 @@ class Processes:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
-            with contextlib.suppress(
-                OSError
-            ):  # writing 5 resets VmHWM, see man proc_pid_clear_refs
+            # writing 5 resets VmHWM, see man proc_pid_clear_refs
+            with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -308,9 +307,8 @@ def tensor_defaults() -> Iterator[None]:
     on_cpu = torch.empty(0).device.type == "cpu"
     torch.set_default_dtype(torch.float32)
     try:
-        with (
-            contextlib.nullcontext() if on_cpu else torch.device("cpu")
-        ):  # the latter slows down every call of torch
+        # torch.device as a context slows down every call of torch
+        with contextlib.nullcontext() if on_cpu else torch.device("cpu"):
             yield
     finally:
         torch.set_default_dtype(dtype)

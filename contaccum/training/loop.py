@@ -501,9 +501,8 @@ class Training:
         tied = self.encoder.settings.tie_towers  # then both norms are of the same parameters
         norm = query_norm if tied else math.hypot(query_norm, passage_norm)
         finite = math.isfinite(norm)
-        if (
-            not finite and config.run.precision != "fp16"
-        ):  # in fp16, the loss scaler skips such a step
+        # in fp16, the loss scaler skips such a step
+        if not finite and config.run.precision != "fp16":
             queries = named_queries([name for batch in micro_batches for name in batch.query_ids])
             raise NotFiniteError(
                 f"step {step} ({queries}): the gradient norm is {norm}, not a finite number"
