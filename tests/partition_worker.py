@@ -30,7 +30,7 @@ CHANGES = {
 def main(arguments: list[str]) -> None:
     data, output = arguments
     found = {}
-    for method in (name for name, spec in METHOD_SPECS.items() if not spec.whole):
+    for method in (name for name, spec in METHOD_SPECS.items() if not spec.single_micro_batch):
         engine = Engine(device="cpu")
         config = train_config(Path(data), Path(output), method, **CHANGES)
         validate(config, engine.world)

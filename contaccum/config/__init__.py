@@ -97,7 +97,7 @@ class TrainConfig:
         Without a number in the config: the largest number up to 8 that divides a process's pairs.
         """
         pairs = self.batch.global_batch_size // world
-        if self.spec.whole:
+        if self.spec.single_micro_batch:
             return pairs
         if self.batch.micro_batch_size == "auto":
             return next((size for size in range(8, 0, -1) if pairs % size == 0), 1)
@@ -109,7 +109,7 @@ class TrainConfig:
 
         None: micro-batches are measured in pairs.
         """
-        return None if self.spec.whole else self.batch.micro_batch_tokens
+        return None if self.spec.single_micro_batch else self.batch.micro_batch_tokens
 
     @property
     def micro_batches_by_memory(self) -> bool:
@@ -227,7 +227,7 @@ def affects(name: str, method: str | None) -> bool:
     if name.startswith("replay."):
         return spec.two_pass
     if name in ("batch.micro_batch_size", "batch.micro_batch_tokens"):
-        return not spec.whole
+        return not spec.single_micro_batch
     return True
 
 

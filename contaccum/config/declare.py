@@ -22,7 +22,7 @@ class MethodSpec(NamedTuple):
     two_pass: bool = False
     """Whether the method encodes each text twice: for the loss of the full step, then for the
     gradients."""
-    whole: bool = False
+    single_micro_batch: bool = False
     """Whether a step is always a single micro-batch."""
 
     @property
@@ -48,7 +48,7 @@ class MethodSpec(NamedTuple):
 
 
 METHOD_SPECS: dict[str, MethodSpec] = {
-    "in_batch": MethodSpec("none", whole=True),
+    "in_batch": MethodSpec("none", single_micro_batch=True),
     "grad_accum": MethodSpec("none"),
     "grad_cache": MethodSpec("none", two_pass=True),
     "passage_bank": MethodSpec("passages"),

@@ -148,7 +148,7 @@ class BatchConfig:
     def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
         pairs = 1
         by_tokens = self.micro_batch_tokens is not None
-        if not config.spec.whole and not by_tokens and self.micro_batch_size != "auto":
+        if not config.spec.single_micro_batch and not by_tokens and self.micro_batch_size != "auto":
             pairs = self.micro_batch_size
         if self.global_batch_size % (pairs * world):
             divisor = f"{world} processes"

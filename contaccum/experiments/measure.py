@@ -169,7 +169,7 @@ class Probe:
         fits. It is measured too, and the size is predicted again with this measurement. If no size
         fits, both are None.
         """
-        n, whole = self.config.batch.global_batch_size, self.config.spec.whole
+        n, whole = self.config.batch.global_batch_size, self.config.spec.single_micro_batch
         most = min(n, self.config.bank_size() or n)  # the pairs of a push must fit into the bank
         sizes = [n] if whole else [size for size in range(1, most + 1) if n % size == 0]
         small = sorted({max(1, n // 8), max(1, n // 4)} if whole else {1, min(2, most)})
@@ -259,7 +259,7 @@ class Probe:
         """Return the config with at most ``micro_batches`` micro-batches of ``size`` pairs."""
         bank, batch = self.config.bank, self.config.batch
         count = max(1, min(micro_batches, batch.global_batch_size // size))
-        if self.config.spec.whole:
+        if self.config.spec.single_micro_batch:
             count = 1
         batch = replace(
             batch,

@@ -45,7 +45,7 @@ def with_recorded_choices(config: TrainConfig) -> TrainConfig:
     if model.unpad == "auto":
         model = replace(model, unpad=old["model.unpad"])
     not_set = batch.micro_batch_size == "auto" and batch.micro_batch_tokens is None
-    if config.method == old["method"] and (not_set or config.spec.whole):
+    if config.method == old["method"] and (not_set or config.spec.single_micro_batch):
         batch = replace(
             batch,
             micro_batch_size=old["batch.micro_batch_size"],
@@ -87,7 +87,7 @@ def choose(config: TrainConfig, engine: Engine, encoder: DualEncoder) -> TrainCo
     batch = config.batch
     if config.micro_batches_by_memory:
         batch = replace(batch, micro_batch_tokens=token_budget(config, engine, encoder))
-    elif config.spec.whole:  # ignores both settings
+    elif config.spec.single_micro_batch:  # ignores both settings
         size = config.micro_batch_size(engine.world)
         batch = replace(batch, micro_batch_size=size, micro_batch_tokens=None)
     elif batch.micro_batch_size == "auto" and batch.micro_batch_tokens is None:
@@ -212,7 +212,11 @@ def choices(config: TrainConfig) -> list[str]:
         lines.append(f"batch.micro_batch_size of {config.method}: {tokens}; at least one pair")
     elif config.batch.micro_batch_size == "auto" and config.micro_batch_tokens is None:
         size = config.micro_batch_size(1)
-        why = "the whole step" if config.spec.whole else "it decides the negatives of a query"
+        why = (
+            "the whole step"
+            if config.spec.single_micro_batch
+            else "it decides the negatives of a query"
+        )
         lines.append(
             f"batch.micro_batch_size of {config.method}: {counted(size, 'pair')} in one process "
             f"({why})"

@@ -121,7 +121,8 @@ def build_size(config: TrainConfig, engine: Engine, batches: Batches) -> MicroBa
         return MicroBatchSize(halved(batches.size, batches.smallest), "tokens")
     pairs = config.batch.global_batch_size // engine.world
     return MicroBatchSize(
-        [batches.size] if config.spec.whole else halved(batches.size, pairs=pairs), "pairs"
+        [batches.size] if config.spec.single_micro_batch else halved(batches.size, pairs=pairs),
+        "pairs",
     )
 
 
@@ -135,7 +136,7 @@ def shrink(
     good state (before the failed step), and returns a sentence with the name of the checkpoint.
     """
     where = f"step {step + 1}: out of memory with {size}"
-    if config.spec.whole:
+    if config.spec.single_micro_batch:
         problem = f"{config.method} cannot split its step into micro-batches"
         advice = (
             "Continue with --resume --allow_changes true --method grad_cache, which computes the "

@@ -74,7 +74,9 @@ def equal(texts: Tokens) -> Tokens:
 
 @pytest.mark.parametrize("hard_negatives", [0, 1])
 @pytest.mark.parametrize("size", [2, 8, PAIRS])
-@pytest.mark.parametrize("method", [name for name, spec in METHOD_SPECS.items() if not spec.whole])
+@pytest.mark.parametrize(
+    "method", [name for name, spec in METHOD_SPECS.items() if not spec.single_micro_batch]
+)
 def test_cost_is_the_number_of_passes_that_the_towers_make(method, size, hard_negatives):
     charged = METHOD_SPECS[method].cost(PAIRS, size)
     query, passage = passes_of_a_pair(method, size, hard_negatives=hard_negatives)
@@ -126,7 +128,7 @@ def test_passes_of_a_step(method, tie, unpad, monkeypatch):
     batches = micro_batches(4, PAIRS // 4)
     METHODS[method](engine, batches, bank, loss)
     spec = METHOD_SPECS[method]
-    if not (spec.whole or spec.two_pass):
+    if not (spec.single_micro_batch or spec.two_pass):
         assert len(calls) == 4 * (1 if tie and unpad else 2)
         assert len(gathers) == 8
         return

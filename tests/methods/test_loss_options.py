@@ -61,7 +61,7 @@ def slow_steps(method, data, start, **options):
         optimizer.zero_grad()
         parts = [(*encoder(batch), batch.ids) for batch in batches]
         values = []
-        for part in [concatenate(parts)] if spec.whole or spec.two_pass else parts:
+        for part in [concatenate(parts)] if spec.single_micro_batch or spec.two_pass else parts:
             stored = bank.rows if spec.bank != "none" else []
             values.append(
                 full_matrix_loss(*part, stored, spec.bank == "pairs", now=bank.step, **options)

@@ -201,7 +201,7 @@ def plain_steps(method: str, data, encoder, left_out, matryoshka: Matryoshka | N
     for batches in data:
         optimizer.zero_grad()
         parts = [(*encoder(batch), batch.ids) for batch in batches]
-        groups = [concatenate(parts)] if spec.whole or spec.two_pass else parts
+        groups = [concatenate(parts)] if spec.single_micro_batch or spec.two_pass else parts
         total = 0.0
         for queries, passages, ids in groups:
             value = torch.zeros(())

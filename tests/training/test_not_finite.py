@@ -38,7 +38,9 @@ def spoil_embedding(
 
     def take_step(self, micro_batches):
         spec = self.config.spec
-        running.update(step=self.done + 1, seen=0, spoiled=1 if spec.whole or spec.two_pass else 2)
+        running.update(
+            step=self.done + 1, seen=0, spoiled=1 if spec.single_micro_batch or spec.two_pass else 2
+        )
         return take(self, micro_batches)
 
     patch.setattr(DualEncoder, "embed", embed)

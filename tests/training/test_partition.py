@@ -233,7 +233,7 @@ def test_two_processes_by_tokens_equal_one_process(data, tmp_path):
         load_file(tmp_path / name)
         for name in ("of1.0.safetensors", "of2.0.safetensors", "of2.1.safetensors")
     )
-    for method in (name for name, spec in METHOD_SPECS.items() if not spec.whole):
+    for method in (name for name, spec in METHOD_SPECS.items() if not spec.single_micro_batch):
         for number in range(2):
             prefix = f"{method}/{number}/"
             assert len(one[f"{prefix}sizes"].unique()) > 1
