@@ -68,7 +68,7 @@ class Count(TorchDispatchMode):
 class MetaEncoder:
     """Encoder whose vectors are leaves on the meta device, so that it launches no operations."""
 
-    one_pass, group = False, None
+    one_pass, shard_group = False, None
 
     def __init__(self) -> None:
         self.towers: list[Any] = []

@@ -87,7 +87,7 @@ class DualEncoder(nn.Module):
         self.passage_tower = passage_tower
         self.settings = settings
         self.recomputes = False  # whether the backward pass recomputes activations
-        self.group: Processes | None = None  # processes among which the weights are divided
+        self.shard_group: Processes | None = None  # processes among which the weights are divided
         if self.dim > width:
             raise InputError(
                 f"truncate_dim is {self.dim}; expected at most {width}, the width of the encoder"
@@ -136,9 +136,9 @@ class DualEncoder(nn.Module):
     @property
     def device(self) -> torch.device:
         """Device of the forward passes. Sharded weights may be stored on the CPU."""
-        return (
-            next(self.query_tower.parameters()).device if self.group is None else self.group.device
-        )
+        if self.shard_group is not None:
+            return self.shard_group.device
+        return next(self.query_tower.parameters()).device
 
     @property
     def precision(self) -> str:
@@ -228,7 +228,7 @@ class DualEncoder(nn.Module):
         until all processes have finished.
         """
         yield
-        while self.group is not None and self.group.largest(0):
+        while self.shard_group is not None and self.shard_group.largest(0):
             with torch.no_grad(), self.without_dropout():
                 self.embed(getattr(self, f"{kind}_tower"), ONE_TOKEN.to(self.device))
 
@@ -249,17 +249,18 @@ class DualEncoder(nn.Module):
         with ExitStack() as stack:
             stack.enter_context(ENCODING)
             # weights that are gathered in inference mode cannot be trained
-            stack.enter_context(torch.inference_mode() if self.group is None else torch.no_grad())
+            sharded = self.shard_group is not None
+            stack.enter_context(torch.no_grad() if sharded else torch.inference_mode())
             stack.enter_context(self.without_dropout())
-            if len(texts) >= PACK_FROM and self.group is None:
+            if len(texts) >= PACK_FROM and not sharded:
                 stack.enter_context(packed_linears(tower.backbone))
             tokens_of = tokenized(tower.tokenizer, texts, max_length, budget, tower.vocabulary)
             batches = stack.enter_context(closing(prefetch(tokens_of, depth=16)))
             cuda = self.device.type == "cuda"
             previous: list[tuple[np.ndarray, Tensor, torch.cuda.Event | None]] = []
             for indices, tokens in batches:
-                if self.group is not None:
-                    self.group.largest(1)  # see in_lockstep
+                if self.shard_group is not None:
+                    self.shard_group.largest(1)  # see in_lockstep
                 found = self.embed(tower, tokens.to(self.device)).to("cpu", non_blocking=cuda)
                 copied = torch.cuda.current_stream(self.device).record_event() if cuda else None
                 previous.append((indices, found, copied))
@@ -413,7 +414,7 @@ class DualEncoder(nn.Module):
         if the folder has files but is no saved model.
         """
         refuse_other_files(Path(folder), "a saved model", SETTINGS_FILE)
-        if self.group is not None and not self.group.is_main:
+        if self.shard_group is not None and not self.shard_group.is_main:
             send_weights(self.towers)
             return
         with whole_folder(folder) as unfinished:

@@ -100,12 +100,12 @@ class Engine(Processes):
         Build the optimizer after this call.
         """
         sharding.shard(self, encoder.units(), torch_dtype(self.precision), offload)
-        encoder.group = self
+        encoder.shard_group = self
 
     @property
     def sharded(self) -> bool:
         """Whether the weights are divided among the processes."""
-        return self.encoder.group is not None
+        return self.encoder.shard_group is not None
 
     def prepare(self, encoder: "DualEncoder", optimizer: torch.optim.Optimizer) -> None:
         """Prepare encoder and optimizer for training, and copy the weights of process 0 to all."""
@@ -129,7 +129,7 @@ class Engine(Processes):
     def copies_weights(self, encoder: "DualEncoder") -> bool:
         """Return whether passes use copies of the weights in half precision."""
         # FSDP gathers sharded weights in half precision
-        return self.precision != "fp32" and encoder.group is None
+        return self.precision != "fp32" and encoder.shard_group is None
 
     def limit_memory(self, budget: int) -> None:
         """Limit the memory that torch allocates on the GPU to ``budget`` bytes.

@@ -114,7 +114,7 @@ def token_budget(config: TrainConfig, engine: Engine, encoder: DualEncoder) -> i
 def fitting_pairs(config: TrainConfig, engine: Engine, encoder: DualEncoder) -> int:
     """Return the largest B that fits and divides a process's pairs, or 0 if it is not measured."""
     # with sharded weights, a pass that does not fit would end the run
-    if engine.device.type != "cuda" or encoder.group is not None:
+    if engine.device.type != "cuda" or encoder.shard_group is not None:
         return 0
     tokens = fitting_tokens(encoder, engine, available_memory(config, engine))
     most = tokens // longest_pair(config, encoder)
@@ -161,7 +161,7 @@ def fitting_tokens(encoder: DualEncoder, engine: Engine, free: int) -> int:
             used = memory_of_pass(encoder, engine, texts, length)
         except Exception as error:
             # with sharded weights, the other processes wait for this one
-            if not out_of_memory(error) or texts == 1 or encoder.group is not None:
+            if not out_of_memory(error) or texts == 1 or encoder.shard_group is not None:
                 raise
         if used is None:  # only here, because the traceback keeps the tensors of the failed pass
             encoder.zero_grad()

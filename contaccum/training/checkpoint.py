@@ -38,7 +38,7 @@ def save_checkpoint(
     processes must call this function, and each writes its part of the optimizer state.
     """
     target = run / "checkpoints" / f"step-{state['step']:08d}"
-    group = encoder.group
+    group = encoder.shard_group
     if group is not None and not group.is_main:
         _save_parts(encoder, optimizer, Path(group.from_main("")))
         return
@@ -91,7 +91,7 @@ def restore_optimizer(
     """
     trained = trained_parameters(encoder)
     parts = checkpoint.folder / OPTIMIZER_PARTS
-    if encoder.group is not None or parts.is_dir():
+    if encoder.shard_group is not None or parts.is_dir():
         tensors = sharding.load_parts(trained, parts if parts.is_dir() else checkpoint.folder)
     else:
         tensors = load_file(checkpoint.folder / OPTIMIZER_FILE)

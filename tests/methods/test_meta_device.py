@@ -26,7 +26,7 @@ DIM, B, K = 8, 4, 3
 class MetaEncoder:
     """Encoder whose vectors are leaves on the meta device; ids and texts stay on the CPU."""
 
-    one_pass, group = False, None
+    one_pass, shard_group = False, None
 
     def __init__(self) -> None:
         self.towers: list[torch.nn.Module] = []
