@@ -1,4 +1,4 @@
-"""Record a training run: progress bar, log.jsonl, environment.json, and the drift of the bank."""
+"""Record a training run: progress, log.jsonl, trackers and environment.json."""
 
 import contextlib
 import json
