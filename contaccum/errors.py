@@ -1,5 +1,6 @@
 """Errors that a command reports in one sentence, each with its exit code."""
 
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -64,6 +65,15 @@ def install_command(extra: str) -> str:
     folder = Path(unquote(url.removeprefix("file://")))
     editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
     return f"pip install {editable}'{'.' if folder == Path.cwd() else folder}[{extra}]'"
+
+
+def require(package: str, extra: str, what: str) -> None:
+    """Raise InputError if ``package`` is missing.
+
+    extra: extra of contaccum that installs it. what: feature that needs it.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise InputError(f"{what}: package {package} is missing. Run: {install_command(extra)}")
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from typing import Any, TypedDict
 from transformers.utils import cached_file
 
 from contaccum.config import AdapterConfig
-from contaccum.encoder.backbone import POOLER, refuse_incomplete, require
+from contaccum.encoder.backbone import POOLER, refuse_incomplete
 from contaccum.encoder.folders import ADAPTER_FILE, BASE_FILE, WEIGHTS, Base
-from contaccum.errors import InputError, in_one_line
+from contaccum.errors import InputError, in_one_line, require
 from contaccum.runtime.files import read_json, sha256_of, write_json
 from contaccum.runtime.hub import loading, optional_json
 

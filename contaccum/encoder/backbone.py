@@ -1,6 +1,5 @@
 """Load the backbone of an encoder: a model of transformers, without layers after the encoder."""
 
-import importlib.util
 import logging
 import re
 import warnings
@@ -14,7 +13,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging as transformers_logging
 
 from contaccum.encoder.folders import decoder_only
-from contaccum.errors import InputError, install_command
+from contaccum.errors import InputError, require
 from contaccum.runtime.hub import loading
 
 # matches the names of the weights of a layer
@@ -114,15 +113,6 @@ def load_backbone(
             # otherwise the first evaluation repacks the weights permanently
             module.support_avx512bf16_for_cpu = False
     return backbone
-
-
-def require(package: str, extra: str, what: str) -> None:
-    """Raise InputError if ``package`` is missing.
-
-    extra: pip extra that installs it. what: feature that needs it.
-    """
-    if importlib.util.find_spec(package) is None:
-        raise InputError(f"{what}: package {package} is missing. Run: {install_command(extra)}")
 
 
 def refuse_other_heads(name: str, unexpected: Iterable[str]) -> None:

@@ -6,14 +6,13 @@ The page loads no other file. Only this file imports matplotlib.
 import base64
 import io
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment
 
-from contaccum.errors import InputError, install_command, printable
+from contaccum.errors import printable, require
 from contaccum.experiments.changed_queries import ChangedQueries
 from contaccum.experiments.run_records import MISSING, RunGroup, mean_std
 
@@ -122,11 +121,8 @@ def html(
 
 
 def require_matplotlib() -> None:
-    """Raise InputError if matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
-        raise InputError(
-            f"matplotlib: not installed, but plots need it. Run: {install_command('study')}"
-        )
+    """Raise InputError if matplotlib is missing."""
+    require("matplotlib", "study", "plots of a report")
 
 
 def legend(groups: Sequence[RunGroup]) -> dict[str, str]:

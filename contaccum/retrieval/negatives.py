@@ -10,7 +10,7 @@ from contaccum.config.commands import MineConfig
 from contaccum.data.examples import ExampleTable
 from contaccum.data.identity import text_hash
 from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
-from contaccum.errors import InputError, install_command, library_errors
+from contaccum.errors import InputError, library_errors, require
 from contaccum.formats.records import Example, Passage
 
 
@@ -147,13 +147,9 @@ class CrossEncoder:
         Raises InputError if the model is not found, if it has several outputs, or if
         sentence-transformers is missing.
         """
-        try:
-            from sentence_transformers import CrossEncoder as Model
-        except ImportError as error:
-            raise InputError(
-                f"cross_encoder {name} needs sentence-transformers, which is not installed. Run: "
-                f"{install_command('mine')}"
-            ) from error
+        require("sentence_transformers", "mine", f"cross_encoder {name}")
+        from sentence_transformers import CrossEncoder as Model
+
         self._name, self._batch_size = name, batch_size
         fix = "; give the folder or the Hub name of a cross-encoder with safetensors weights"
         kinds = OSError, ValueError, KeyError, SafetensorError

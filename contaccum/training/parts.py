@@ -1,7 +1,6 @@
 """Build the parts of a training run: encoder, batches, loss, bank and optimizer."""
 
 import copy
-import importlib.util
 import math
 import warnings
 from dataclasses import replace
@@ -26,7 +25,7 @@ from contaccum.encoder import (
     tiny_tower,
 )
 from contaccum.encoder.tokenizer import check_prefix
-from contaccum.errors import InputError, install_command
+from contaccum.errors import InputError, require
 from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.loss import InfoNCE
 from contaccum.methods.objective import Distillation, Matryoshka, MatryoshkaBank, Objective
@@ -341,11 +340,7 @@ def make_optimizer(encoder: DualEncoder, config: OptimConfig) -> torch.optim.Opt
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.adam_eps}
     if config.name == "adamw":
         return torch.optim.AdamW(groups, **settings, fused=True)
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise InputError(
-            f"optim.name is {config.name}, but package bitsandbytes is missing. Run: "
-            f"{install_command('bitsandbytes')}"
-        )
+    require("bitsandbytes", "bitsandbytes", f"optim.name {config.name}")
     from bitsandbytes.optim import AdamW8bit
 
     return AdamW8bit(groups, **settings)
