@@ -128,8 +128,8 @@ class EvaluateConfig:
     Learning. ndcg uses all grades."""
     evaluator: Literal["contaccum", "beir"] = "contaccum"
     """Code that evaluates --data. `contaccum` is this package. `beir` is the loader, exact search
-    and metrics of the BEIR package. It needs a BEIR folder and one process. Of the options for
-    search and data, it accepts only --batch_tokens."""
+    and metrics of the BEIR package. It needs the extra `beir`, a BEIR folder and one process. Of
+    the options for search and data, it accepts only --batch_tokens."""
     questions: str | None = setting(None, metavar="FILE")
     """DPR question file. Each line has a question, a tab and a list of answers."""
     passages: str | None = setting(None, metavar="DATA")

@@ -8,7 +8,7 @@ import torch
 
 from contaccum.config.commands import EncoderConfig
 from contaccum.data.dataset import open_dataset
-from contaccum.errors import InputError, library_errors
+from contaccum.errors import InputError, library_errors, require
 from contaccum.evaluation.metrics import Metrics, hash_of_positives
 from contaccum.formats.records import Passage
 
@@ -57,6 +57,7 @@ def evaluate_with_beir(
 
     It rounds mean metrics to 5 decimals and returns no values per query.
     """
+    require("beir", "beir", "evaluator beir")
     from beir.datasets.data_loader import GenericDataLoader
     from beir.retrieval.evaluation import EvaluateRetrieval
     from beir.retrieval.search.dense import DenseRetrievalExactSearch
