@@ -26,21 +26,19 @@ class Tokens:
 
     def to(self, device: torch.device) -> "Tokens":
         """Return the texts on ``device``. The copy does not block the CPU."""
-        on_cpu = self.attention_mask.device.type == "cpu"
-        source = self.pinned() if on_cpu and device.type == "cuda" else self
+        ids, mask = self.input_ids, self.attention_mask
+        on_cpu = mask.device.type == "cpu"
+        if on_cpu and device.type == "cuda":  # a copy of other memory would block
+            ids, mask = ids.pin_memory(), mask.pin_memory()
         return Tokens(
-            source.input_ids.to(device, non_blocking=True),
-            source.attention_mask.to(device, non_blocking=True),
-            source.attention_mask if on_cpu else self.host_mask,
+            ids.to(device, non_blocking=True),
+            mask.to(device, non_blocking=True),
+            mask if on_cpu else self.host_mask,
         )
 
     def count(self, padded: bool) -> int:
         """Return the number of tokens, with padding if ``padded``. The texts must be on the CPU."""
         return self.input_ids.numel() if padded else int(self.attention_mask.sum())
-
-    def pinned(self) -> "Tokens":
-        """Return the texts in page-locked memory, so that a copy to a GPU does not block."""
-        return Tokens(self.input_ids.pin_memory(), self.attention_mask.pin_memory())
 
     @staticmethod
     def join(parts: "list[Tokens]", pad_id: int) -> "Tokens":
@@ -159,10 +157,6 @@ class MicroBatch:
         """
         queries, passages = self.queries.to(device), self.passages.to(device)
         return replace(self, queries=queries, passages=passages)
-
-    def pinned(self) -> "MicroBatch":
-        """Return a copy whose texts are in page-locked memory."""
-        return replace(self, queries=self.queries.pinned(), passages=self.passages.pinned())
 
 
 def step_ids(micro_batches: Sequence[MicroBatch]) -> RowIds:

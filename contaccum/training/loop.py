@@ -418,20 +418,13 @@ class Training:
         size = self.micro_batch_size.now
         # ``after_step`` may raise the number of steps
         steps = itertools.count(self.done) if self.after_step else range(self.done, self.total)
-        return prefetch(self.prepare_step(step, size) for step in steps)
+        return prefetch(self.batches.step(step, size) for step in steps)
 
     def set_total(self, total: int) -> None:
         """Change the number of steps. The learning rate then falls to 0 at the new end."""
         self.total = max(self.done, total)
         if self.engine.is_main:
             self.log.total = self.log.bar.total = self.total
-
-    def prepare_step(self, step: int, size: int) -> list[MicroBatch]:
-        """Return the micro-batches of one step, page-locked if they will be copied to a GPU."""
-        batches = self.batches.step(step, size)
-        if self.engine.device.type == "cuda":
-            return [batch.pinned() for batch in batches]
-        return batches
 
     def take_step(self, micro_batches: list[MicroBatch]) -> dict[str, Any] | None:
         """Take one optimizer step and return the values to log.

@@ -8,18 +8,15 @@ import math
 import os
 import subprocess
 import sys
-import threading
 import time
 import warnings
 import weakref
-from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from helpers import (
-    micro_batches,
     open_retrieval_set,
     tiny_encoder,
     train_config,
@@ -30,14 +27,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from contaccum import DualEncoder
-from contaccum.batch import MicroBatch
 from contaccum.config import METHOD_SPECS, METRIC_CUTS, METRIC_MEASURES, OptimConfig
+from contaccum.data.batches import Batches
 from contaccum.encoder import Tower
 from contaccum.errors import InputError
 from contaccum.evaluation.evaluate import evaluate
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import read_json
-from contaccum.runtime.prefetch import prefetch
 from contaccum.training.log import read_log
 from contaccum.training.loop import Training, train
 from contaccum.training.parts import learning_rate_factor, make_optimizer, step_count
@@ -544,42 +540,12 @@ def test_files_of_wandb_are_in_the_folder_of_the_run(data, tmp_path, monkeypatch
 
 
 def test_the_log_has_the_seconds_that_a_step_waited_for_data(data, tmp_path, monkeypatch):
-    def slow(training, step, size, prepare=Training.prepare_step):
+    def slow(batches, step, size=None, make=Batches.step):
         time.sleep(1 if step == 0 else 0)
-        return prepare(training, step, size)
+        return make(batches, step, size)
 
-    monkeypatch.setattr(Training, "prepare_step", slow)
+    monkeypatch.setattr(Batches, "step", slow)
     train(train_config(data, tmp_path / "run", **{"optim.max_steps": 2}))
     first, second = read_log(tmp_path / "run")
     assert first["seconds"] > first["waited"] >= 1
     assert second["waited"] < first["waited"]  # not the sum of both
-
-
-def test_only_a_gpu_needs_pinned_batches(data, tmp_path, monkeypatch):
-    """The prefetch thread pins the texts; on a CPU, which would refuse to pin, it does not."""
-    pinned = []
-
-    def pin(batch):
-        pinned.append(threading.current_thread().name)
-        return batch
-
-    monkeypatch.setattr(MicroBatch, "pinned", pin)
-    config = train_config(data, tmp_path / "run")
-    train(config)
-    assert not pinned
-    training = SimpleNamespace(
-        batches=FixedBatches(), engine=SimpleNamespace(device=torch.device("cuda"))
-    )
-    with closing(
-        prefetch(Training.prepare_step(training, step, 4) for step in range(2))
-    ) as prepared:
-        assert [len(batches) for batches in prepared] == [3, 3]
-    assert len(pinned) == 6
-    assert all(name.startswith("prefetch") for name in pinned)
-
-
-class FixedBatches:
-    """Three micro-batches in each step."""
-
-    def step(self, step: int, size: int) -> list[MicroBatch]:
-        return micro_batches(3, size)
