@@ -186,13 +186,18 @@ def passage_vectors(
     """
     texts = Texts("passage", corpus)
     if settings.embeddings is not None:
+        fingerprint = encoder.fingerprint(texts.kind, settings.batch_tokens)
         # a finished folder is used with any shard size and dtype
         if not (Path(settings.embeddings) / MANIFEST).is_file():
             encode_texts(
-                encoder, texts, settings.embeddings, group, batch_tokens=settings.batch_tokens
+                encoder,
+                texts,
+                settings.embeddings,
+                group,
+                batch_tokens=settings.batch_tokens,
+                fingerprint=fingerprint,
             )
         group.barrier()
-        fingerprint = encoder.fingerprint(texts.kind, settings.batch_tokens)
         folder = ShardFolder(
             settings.embeddings, fingerprint, texts.fingerprint, rank=group.rank, world=group.world
         )
@@ -258,7 +263,15 @@ def cached_vectors(
                                 remove_folder(other)
                             total -= bytes_of
         group.barrier()
-        encode_texts(encoder, texts, folder, group, dtype=dtype, batch_tokens=batch_tokens)
+        encode_texts(
+            encoder,
+            texts,
+            folder,
+            group,
+            dtype=dtype,
+            batch_tokens=batch_tokens,
+            fingerprint=fingerprint,
+        )
         group.barrier()
         os.utime(folder)
         return name, list(ShardFolder(folder))
@@ -275,15 +288,17 @@ def encode_texts(
     batch_tokens: int | None = None,
     format: str = "npy",
     text: bool = False,
+    fingerprint: str | None = None,
 ) -> bool:
     """Encode texts into shards in ``output_dir``.
 
     Return True if the shards of all processes are finished, else False.
 
     group: processes that share the work; each of W processes encodes every W-th shard. format:
-    ``npy`` or ``parquet``. text: whether Parquet files also contain the texts. The process that
-    finishes last writes the manifest. Finished shards are reused. Damaged shards are encoded again
-    with a warning. Memory holds one shard.
+    ``npy`` or ``parquet``. text: whether Parquet files also contain the texts. fingerprint: that of
+    the encoder, if the caller has it, because hashing the weights may take seconds. The process
+    that finishes last writes the manifest. Finished shards are reused. Damaged shards are encoded
+    again with a warning. Memory holds one shard.
 
     Raises InputError if a vector is not finite, or if the folder has the embeddings of a different
     job (texts, encoder, dtype, shard size or format).
@@ -291,7 +306,7 @@ def encode_texts(
     folder = Path(output_dir)
     job = EncodingJob(
         kind=texts.kind,
-        encoder=encoder.fingerprint(texts.kind, batch_tokens),
+        encoder=fingerprint or encoder.fingerprint(texts.kind, batch_tokens),
         source=texts.fingerprint,
         rows=texts.rows,
         shard_size=shard_size,

@@ -16,7 +16,7 @@ from contaccum import DualEncoder, evaluate, look, mine, train
 from contaccum.config.commands import MineConfig, SearchConfig
 from contaccum.data.dataset import open_dataset
 from contaccum.retrieval import encode
-from contaccum.retrieval.encode import Texts, cached_vectors
+from contaccum.retrieval.encode import Texts, cached_vectors, passage_vectors
 from contaccum.runtime.files import cache_folder, remove_folder
 
 
@@ -107,3 +107,21 @@ def test_a_full_cache_keeps_its_limit_after_a_kill_and_beside_other_programs(tmp
         (new, _) = cached_vectors(WordEncoder(), texts("e"))
     assert {folder.name for folder in vectors.iterdir()} == {names[1], new}
     assert not Path(dead).exists()
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_the_weights_are_hashed_once(in_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
+    hashed = []
+
+    class Watched(WordEncoder):
+        def fingerprint(self, kind, batch_tokens=None):
+            hashed.append(kind)
+            return super().fingerprint(kind, batch_tokens)
+
+    corpus = Dataset.from_dict({"id": ["p"], "title": [""], "text": ["an owl"]})
+    settings = SearchConfig(embeddings=str(tmp_path / "e") if in_folder else None)
+    for _ in range(2):  # encode, then read
+        passage_vectors(Watched(), corpus, settings)
+        assert hashed == ["passage"]
+        hashed.clear()
