@@ -171,7 +171,7 @@ class Pass(NamedTuple):
     """Number of the pass in the step. It seeds the dropout noise."""
     side: int
     """0: the query tower encodes the texts, 1: the passage tower."""
-    rows: Tensor
+    text_numbers: Tensor
     """Numbers of the texts, (t,). All queries of the process in the step come first, then all its
     passages, pair by pair."""
     texts: Tokens

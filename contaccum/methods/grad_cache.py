@@ -67,8 +67,8 @@ def represent(
     if engine.no_grad_group_size > 1 and without_graph:
         # Larger passes. The group size is above 1 only if there is no dropout in them, so no noise
         # must be that of the second pass.
-        texts = torch.cat([each.rows for each in without_graph])
-        without_graph = engine.passes(micro_batches, texts, engine.no_grad_group_size)
+        numbers = torch.cat([each.text_numbers for each in without_graph])
+        without_graph = engine.passes(micro_batches, numbers, engine.no_grad_group_size)
     with torch.no_grad():
         vectors = list(engine.encoded(without_graph))
     kept = list(engine.encoded(with_graph))
@@ -106,8 +106,8 @@ def replay(
     """
     statistics: dict[str, float | Tensor] = {}
     if engine.replay_share < 1:
-        gradients, texts, statistics = sample(engine, micro_batches, gradients)
-        passes = engine.passes(micro_batches, texts)
+        gradients, numbers, statistics = sample(engine, micro_batches, gradients)
+        passes = engine.passes(micro_batches, numbers)
     of_passes = engine.of_passes(micro_batches, passes, *gradients)
     # The gradient of an inner product with respect to the embeddings is the other factor, here the
     # cached gradient. The last passes come first, to free the graphs of the first pass.

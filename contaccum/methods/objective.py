@@ -183,7 +183,7 @@ class StepEngine(Protocol):
 
     # methods with one loss per step
     def passes(
-        self, micro_batches: list[MicroBatch], rows: Tensor | None = None, size: int = 1
+        self, micro_batches: list[MicroBatch], text_numbers: Tensor | None = None, size: int = 1
     ) -> list[Pass]: ...
     def encoded(self, passes: Iterable[Pass]) -> Iterator[Tensor]: ...
     def gather_pairs(

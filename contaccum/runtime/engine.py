@@ -206,12 +206,12 @@ class Engine(Processes):
         return contextlib.nullcontext() if self.half_weights is None else self.half_weights.used()
 
     def passes(
-        self, micro_batches: list[MicroBatch], rows: Tensor | None = None, size: int = 1
+        self, micro_batches: list[MicroBatch], text_numbers: Tensor | None = None, size: int = 1
     ) -> list[Pass]:
         """Divide this process's texts of a step into passes of each tower.
 
         A pass has at most as many tokens as a micro-batch may have, times ``size``. The last pass
-        is as full as any. rows: numbers of the texts to encode, see ``Pass``. Default: all texts.
+        is as full as any. text_numbers: texts to encode, see ``Pass``. Default: all texts.
         """
         query, passage = self.encoder.query_tower, self.encoder.passage_tower
         queries = [batch.queries for batch in micro_batches]
@@ -233,8 +233,9 @@ class Engine(Processes):
         for side, texts in enumerate(sides):
             lengths = texts.attention_mask.sum(1)
             numbers = torch.arange(len(lengths))
-            if rows is not None:
-                numbers = rows[(rows >= first) & (rows < first + len(lengths))] - first
+            if text_numbers is not None:
+                of_side = (text_numbers >= first) & (text_numbers < first + len(lengths))
+                numbers = text_numbers[of_side] - first
             batches = token_batches(lengths[numbers].tolist(), budget, self.padded)
             for chosen in reversed(self._equalized(map(torch.tensor, batches))):
                 own = numbers[chosen]
@@ -267,7 +268,7 @@ class Engine(Processes):
     def _encode_pass(self, each: Pass, step: int) -> Tensor:
         self._seed(step, each.number)
         tower = (self.encoder.query_tower, self.encoder.passage_tower)[each.side]
-        count = len(each.rows)
+        count = len(each.text_numbers)
         texts = each.texts if count else ONE_TOKEN
         with self.autocast(), self._first_pass_dropout():
             vectors = self.encoder.embed(tower, texts.to(self.device))[:count]
@@ -294,7 +295,7 @@ class Engine(Processes):
         rank, as ``ids`` are. vectors: of each pass, (t, d). Vectors of other processes have no
         gradient.
         """
-        order = torch.cat([each.rows for each in passes]).argsort()
+        order = torch.cat([each.text_numbers for each in passes]).argsort()
         in_passes = torch.cat(vectors)
         own = in_passes[order.to(in_passes.device, non_blocking=True)]
         by_rank = self.all_rows(own).unflatten(0, (-1, len(own)))  # (W, texts, d)
@@ -333,11 +334,10 @@ class Engine(Processes):
         """Return the rows of the texts of each pass, (t, d): the inverse of ``gather_pairs``."""
         if not passes:  # partial replay chose no text of this process
             return []
-        order = torch.cat([each.rows for each in passes])
+        order = torch.cat([each.text_numbers for each in passes])
         own = self.own_texts(micro_batches, queries, passages)
-        return list(
-            own[order.to(own.device, non_blocking=True)].split([len(each.rows) for each in passes])
-        )
+        in_passes = own[order.to(own.device, non_blocking=True)]
+        return list(in_passes.split([len(each.text_numbers) for each in passes]))
 
     def uniform(self, index: int) -> float:
         """Return a random number in [0, 1) that depends only on seed, step and ``index``."""
@@ -375,17 +375,14 @@ class Engine(Processes):
             b, per_query = len(batch.query_ids), batch.ids.columns.shape[1]
             first = sum(len(each.query_ids) for each in micro_batches[:number])
             pairs = sum(len(each.query_ids) for each in micro_batches)
-            rows = torch.cat(
-                [
-                    torch.arange(first, first + b),
-                    torch.arange(pairs + first * per_query, pairs + (first + b) * per_query),
-                ]
-            )
-            vectors = torch.zeros(len(rows), self.encoder.dim, device=self.device)
+            queries = torch.arange(first, first + b)
+            passages = torch.arange(pairs + first * per_query, pairs + (first + b) * per_query)
+            numbers = torch.cat([queries, passages])  # of the micro-batch's texts, see ``Pass``
+            vectors = torch.zeros(len(numbers), self.encoder.dim, device=self.device)
             for each in self.passes(micro_batches):
-                wanted = torch.isin(each.rows, rows)
+                wanted = torch.isin(each.text_numbers, numbers)
                 if self.sharded or wanted.any():
-                    places = torch.searchsorted(rows, each.rows[wanted]).to(self.device)
+                    places = torch.searchsorted(numbers, each.text_numbers[wanted]).to(self.device)
                     vectors[places] = self._encode_pass(each, step)[wanted.to(self.device)]
             return vectors[:b], vectors[b:].view(b, per_query, -1)
 
