@@ -125,7 +125,9 @@ class Processes:
         """Return the maximum of ``value`` over all processes."""
         if self.world == 1:  # a single process needs no message
             return value
-        return max(int(other) for other in self.gather(torch.tensor(value, device=self.device)))
+        found = torch.tensor(value, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
 
     def copy_from_main(self, tensors: list[Tensor]) -> None:
         """Copy the values of the tensors from process 0 to all other processes."""
