@@ -148,35 +148,30 @@ class Similarity:
         A large matrix is computed in chunks of its longer side. The backward pass computes each
         chunk again, so that only one chunk is in memory at a time.
         """
-
-        def of_chunk(rows: Pairs, columns: Pairs) -> Logits:
-            logits = self.logits(rows, columns)
-            return logits._replace(values=logits.values.logsumexp(1))
-
         per_pair, chunk = columns.passages.shape[1], self.chunk_on(columns.passages.device)
         if len(rows) * len(columns) * per_pair <= chunk:
             logits = self.logits(rows, columns)
             values = logits.values.logsumexp(1)  # (r,)
             return LogSumExp(values, *logits[1:], logits=logits.values.detach())
-        parts: list[Logits] = []
-        if len(rows) >= len(columns):
-            for part in chunks(len(rows), chunk // (len(columns) * per_pair)):
-                parts.append(
-                    checkpoint(
-                        of_chunk, rows[part], columns, use_reentrant=False, preserve_rng_state=False
-                    )
-                )
-            values = torch.cat([part.values for part in parts])  # (r,)
+
+        def of_chunk(rows: Pairs, columns: Pairs) -> LogSumExp:
+            logits = self.logits(rows, columns)
+            return LogSumExp(logits.values.logsumexp(1), *logits[1:], logits=None)
+
+        by_rows = len(rows) >= len(columns)
+        if by_rows:
+            slices = chunks(len(rows), chunk // (len(columns) * per_pair))
+            pairs = [(rows[part], columns) for part in slices]
         else:
-            for part in chunks(len(columns), chunk // (len(rows) * per_pair)):
-                parts.append(
-                    checkpoint(
-                        of_chunk, rows, columns[part], use_reentrant=False, preserve_rng_state=False
-                    )
-                )
-            values = torch.stack([part.values for part in parts]).logsumexp(0)  # (r,)
+            slices = chunks(len(columns), chunk // (len(rows) * per_pair))
+            pairs = [(rows, columns[part]) for part in slices]
+        parts: list[LogSumExp] = [
+            checkpoint(of_chunk, *pair, use_reentrant=False, preserve_rng_state=False)
+            for pair in pairs
+        ]
+        of_parts = [part.values for part in parts]
         return LogSumExp(
-            values,
+            torch.cat(of_parts) if by_rows else torch.stack(of_parts).logsumexp(0),  # (r,)
             positives=sum(part.positives for part in parts),
             negatives=sum(part.negatives for part in parts),
             filtered=sum(part.filtered for part in parts),
