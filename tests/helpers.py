@@ -27,7 +27,8 @@ from contaccum.formats.records import Example, Passage
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank, BankOptions
 from contaccum.methods.loss import InfoNCE
-from contaccum.methods.objective import FULL_WIDTH, Loss, MatryoshkaBank, Objective
+from contaccum.methods.matryoshka import FULL_WIDTH, MatryoshkaBank
+from contaccum.methods.objective import Loss, Objective
 from contaccum.retrieval.exact import ExactIndex
 from contaccum.retrieval.index import Index, Origin
 from contaccum.retrieval.shards import Shard

@@ -9,7 +9,8 @@ from contaccum.methods.grad_accum import grad_accum
 from contaccum.methods.grad_cache import cont_cache, grad_cache
 from contaccum.methods.in_batch import in_batch
 from contaccum.methods.loss import LossValue
-from contaccum.methods.objective import Loss, StepEngine
+from contaccum.methods.objective import Loss
+from contaccum.methods.step_engine import StepEngine
 
 Method = Callable[[StepEngine, list[MicroBatch], Bank, Loss], list[LossValue]]
 """Function that computes the losses and gradients of one optimizer step.

@@ -68,7 +68,7 @@ class Bank:
 
     truncated: "tuple[Bank, ...]" = ()
     """One bank per truncated embedding width. Empty, except in a
-    ``contaccum.methods.objective.MatryoshkaBank``."""
+    ``contaccum.methods.matryoshka.MatryoshkaBank``."""
 
     def __init__(
         self,

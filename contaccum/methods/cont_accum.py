@@ -9,7 +9,8 @@ Lee et al. 2021 (arXiv 2012.12624), and the ablation "without query bank" of Kim
 from contaccum.batch import MicroBatch
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import LossValue, row_weights
-from contaccum.methods.objective import Loss, StepEngine
+from contaccum.methods.objective import Loss
+from contaccum.methods.step_engine import StepEngine
 
 
 def cont_accum(

@@ -3,7 +3,8 @@
 from contaccum.batch import MicroBatch
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import LossValue, row_weights
-from contaccum.methods.objective import Loss, StepEngine
+from contaccum.methods.objective import Loss
+from contaccum.methods.step_engine import StepEngine
 
 
 def grad_accum(

@@ -13,8 +13,9 @@ from torch import Tensor
 from contaccum.batch import MicroBatch, Pass, RowIds, step_ids
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import LossValue
-from contaccum.methods.objective import Loss, StepEngine
+from contaccum.methods.objective import Loss
 from contaccum.methods.replay import sample
+from contaccum.methods.step_engine import StepEngine
 
 
 def grad_cache(

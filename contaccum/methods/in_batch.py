@@ -8,7 +8,8 @@ Source: Karpukhin et al. 2020 (arXiv 2004.04906), section 3.2.
 from contaccum.batch import MicroBatch, step_ids
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import LossValue
-from contaccum.methods.objective import Loss, StepEngine
+from contaccum.methods.objective import Loss
+from contaccum.methods.step_engine import StepEngine
 
 
 def in_batch(

@@ -56,8 +56,8 @@ class LossValue:
     """Factor that turns ``contrast`` into the mean over all rows, which the log shows: the divisor
     of the sum, divided by the number of its rows."""
     distilled: Tensor | None = None
-    """Distillation loss (see ``contaccum.methods.objective.Distillation``). Scalar with gradient;
-    None without."""
+    """Distillation loss (see ``contaccum.methods.distillation``). Scalar with gradient; None
+    without."""
     statistics: dict[str, float | Tensor] = field(default_factory=dict)
     """Values for log.jsonl, by their names there. Means over the queries of the micro-batch or
     step."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from contaccum.batch import MicroBatch
-from contaccum.methods.objective import StepEngine
+from contaccum.methods.step_engine import StepEngine
 
 HUGE = 1e300
 """Value that replaces a NaN or infinite gradient norm. With it, replay keeps the text, so the

@@ -27,8 +27,10 @@ from contaccum.encoder import (
 from contaccum.encoder.tokenizer import check_prefix
 from contaccum.errors import InputError, require
 from contaccum.methods.bank import Bank, BankOptions
+from contaccum.methods.distillation import Distillation
 from contaccum.methods.loss import InfoNCE
-from contaccum.methods.objective import Distillation, Matryoshka, MatryoshkaBank, Objective
+from contaccum.methods.matryoshka import Matryoshka, MatryoshkaBank
+from contaccum.methods.objective import Objective
 from contaccum.methods.rules import Guide, PairRules
 from contaccum.retrieval.encode import training_vectors
 from contaccum.runtime.engine import Engine

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from contaccum.batch import MicroBatch, RowIds
 from contaccum.methods import METHODS
+from contaccum.methods.distillation import Distillation
 from contaccum.methods.loss import InfoNCE
-from contaccum.methods.objective import FULL_WIDTH, Distillation, Matryoshka, Objective
+from contaccum.methods.matryoshka import FULL_WIDTH, Matryoshka
+from contaccum.methods.objective import Objective
 from contaccum.runtime.engine import Engine
 
 KINDS = ("kl", "margin")

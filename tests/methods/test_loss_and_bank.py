@@ -13,7 +13,8 @@ from contaccum.batch import NO_PASSAGE, RowIds
 from contaccum.errors import InputError
 from contaccum.methods.logsumexp import CachedLogSumExp
 from contaccum.methods.loss import InfoNCE
-from contaccum.methods.objective import Matryoshka, Objective
+from contaccum.methods.matryoshka import Matryoshka
+from contaccum.methods.objective import Objective
 from contaccum.methods.pairs import IdIndex
 
 DIM = 12

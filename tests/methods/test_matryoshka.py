@@ -16,7 +16,8 @@ from contaccum.batch import RowIds
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
 from contaccum.methods.loss import InfoNCE
-from contaccum.methods.objective import Matryoshka, Objective
+from contaccum.methods.matryoshka import Matryoshka
+from contaccum.methods.objective import Objective
 
 DIM, TEMPERATURE = 16, 0.2
 WIDTHS, WEIGHTS = (8, 3), (0.5, 2.0)

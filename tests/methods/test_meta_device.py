@@ -14,8 +14,10 @@ from torch import Tensor
 from contaccum.batch import MicroBatch, RowIds, Tokens
 from contaccum.methods import METHODS, similarity
 from contaccum.methods.bank import Bank
+from contaccum.methods.distillation import Distillation
 from contaccum.methods.loss import InfoNCE, LossValue
-from contaccum.methods.objective import Distillation, Loss, Matryoshka, Objective
+from contaccum.methods.matryoshka import Matryoshka
+from contaccum.methods.objective import Loss, Objective
 from contaccum.methods.rules import Guide, PairRules
 from contaccum.runtime.engine import Engine
 

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from contaccum.batch import MISSING, NO_PASSAGE, MicroBatch, RowIds
 from contaccum.config import METHOD_SPECS
+from contaccum.methods.distillation import Distillation
 from contaccum.methods.loss import InfoNCE
-from contaccum.methods.objective import Distillation, Matryoshka, Objective
+from contaccum.methods.matryoshka import Matryoshka
+from contaccum.methods.objective import Objective
 from contaccum.methods.rules import Guide, PairRules
 
 K, B, HARD, TEMPERATURE, PASSAGES, QUERIES, SIZE, DECAY = 2, 4, 2, 0.1, 24, 30, 10, 0.3

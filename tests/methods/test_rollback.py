@@ -10,7 +10,8 @@ from helpers import make_bank, micro_batches
 from contaccum.batch import NO_PASSAGE, RowIds
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import InfoNCE
-from contaccum.methods.objective import FULL_WIDTH, Matryoshka, Objective
+from contaccum.methods.matryoshka import FULL_WIDTH, Matryoshka
+from contaccum.methods.objective import Objective
 from contaccum.methods.similarity import Similarity
 
 DIM = 8

@@ -19,7 +19,7 @@ from tiny_families import family_folder
 from contaccum.config import METHOD_SPECS, to_yaml
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.evaluate import evaluate
-from contaccum.methods.objective import MatryoshkaBank
+from contaccum.methods.matryoshka import MatryoshkaBank
 from contaccum.runtime.files import sha256_of
 from contaccum.training.log import read_log
 from contaccum.training.loop import Training, train
