@@ -20,7 +20,8 @@ from contaccum.errors import InputError
 from contaccum.runtime.units import counted
 
 RESAMPLES = 9999
-"""Number of random sign flips. With n <= 13 queries, all 2^n sign flips are used instead."""
+"""Number of random sign flips. With n <= EXACT queries, all 2^n sign flips are used instead."""
+EXACT = 13
 BOOTSTRAP_SAMPLES = 2000
 BATCH = 256  # number of sign flips in memory at a time
 # metrics are at most 1, so a smaller difference is a rounding error of means over seeds
@@ -54,9 +55,9 @@ class Comparison:
     p_permutation: float  # two-sided p of the permutation test over queries
     p_t: float  # two-sided p of the t-test over queries
     p_both: float | None
-    """Two-sided p over queries and seeds, see ``over_both``, but at least ``p_permutation``. Runs
-    with the same seed form a pair. If there are fewer than two such pairs, any two runs do. None:
-    a system has only one run."""
+    """Two-sided p over queries and seeds, see ``over_both``. With so few queries that
+    ``p_permutation`` is exact, at least that. Runs with the same seed form a pair. If there are
+    fewer than two such pairs, any two runs do. None: a system has only one run."""
     both: tuple[float, float] | None
     """95 % confidence interval of ``difference`` over queries and seeds, see ``over_both``. None:
     a system has only one run."""
@@ -220,7 +221,7 @@ def compare(
         queries=len(queries),
         p_permutation=p_permutation,
         p_t=p_t,
-        p_both=tested and max(tested.p, p_permutation),
+        p_both=tested and max(tested.p, p_permutation if len(queries) <= EXACT else 0.0),
         both=tested and (mean - tested.half_interval, mean + tested.half_interval),
     )
 
