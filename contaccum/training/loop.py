@@ -339,8 +339,7 @@ class Training:
                 try:
                     values = self.take_step(micro_batches)
                 except NotFiniteError as error:
-                    engine.drop_step()
-                    bank.rollback()
+                    self.undo_step()
                     raise InputError(
                         f"{error}; {self.save_good_state()}. Continue with --resume "
                         "--allow_changes true and a lower optim.learning_rate."
@@ -429,8 +428,7 @@ class Training:
     def take_step(self, micro_batches: list[MicroBatch]) -> dict[str, Any] | None:
         """Take one optimizer step and return the values to log.
 
-        If memory runs out, undo the step and return None. After a signal, undo the step, save the
-        one before it, and raise Interrupted.
+        None if memory ran out and the step was undone.
 
         Raises NotFiniteError before the weights change if an embedding, a loss or a gradient is NaN
         or infinite.
@@ -441,35 +439,8 @@ class Training:
         ages = bank.ages().double()
         mean_and_max_age = torch.stack([ages.mean(), ages.max()]) if len(ages) else None
 
-        # forward and backward passes
-        pairs = [len(batch.query_ids) for batch in micro_batches]
-        tokens = sum(batch.tokens for batch in micro_batches)
-        # the last micro-batch of a two-pass method keeps its graph
-        self.step_work = tokens * config.spec.cost(sum(pairs), pairs[-1], config.replay_share)
-        self.work_done = 0
-        if not self.encoder.training:  # after an evaluation; the call visits all modules
-            self.encoder.train()
-        engine.begin_step(self.done)
-        losses: list[LossValue] = []
-        failed = False
-        try:
-            losses = METHODS[config.method](engine, micro_batches, bank, self.loss)
-        except Interrupted:  # by before_pass
-            engine.drop_step()
-            bank.rollback()
-            if self.done > self.saved_step:
-                self.save()
-            raise
-        except Exception as error:
-            if not out_of_memory(error) or engine.world > 1:  # other processes wait for this one
-                raise
-            failed = True
-        # the traceback keeps the failed pass's tensors alive until the except block ends, so free
-        # memory only here
-        if failed:
-            engine.drop_step()
-            engine.free_memory()
-            bank.rollback()
+        losses = self.compute_gradients(micro_batches)
+        if losses is None:
             return None
         if ids := engine.not_finite():
             raise NotFiniteError(
@@ -539,6 +510,42 @@ class Training:
             "micro_batches": len(micro_batches),
             "peak_memory": engine.peak_memory(),
         }
+
+    def compute_gradients(self, micro_batches: list[MicroBatch]) -> list[LossValue] | None:
+        """Make the forward and backward passes of a step: its loss, or one for each micro-batch.
+
+        If memory runs out, undo the step and return None. After a signal, undo the step, save the
+        one before it, and raise Interrupted.
+        """
+        config, engine = self.config, self.engine
+        pairs = [len(batch.query_ids) for batch in micro_batches]
+        tokens = sum(batch.tokens for batch in micro_batches)
+        # the last micro-batch of a two-pass method keeps its graph
+        self.step_work = tokens * config.spec.cost(sum(pairs), pairs[-1], config.replay_share)
+        self.work_done = 0
+        if not self.encoder.training:  # after an evaluation; the call visits all modules
+            self.encoder.train()
+        engine.begin_step(self.done)
+        try:
+            return METHODS[config.method](engine, micro_batches, self.bank, self.loss)
+        except Interrupted:  # by before_pass
+            self.undo_step()
+            if self.done > self.saved_step:
+                self.save()
+            raise
+        except Exception as error:
+            if not out_of_memory(error) or engine.world > 1:  # other processes wait for this one
+                raise
+        # the traceback keeps the failed pass's tensors alive until the except block ends, so free
+        # memory only here
+        self.undo_step()
+        engine.free_memory()
+        return None
+
+    def undo_step(self) -> None:
+        """Forget the gradients of the current step, and restore the bank as it was before it."""
+        self.engine.drop_step()
+        self.bank.rollback()
 
     def before_pass(self, tokens: int, graph: bool) -> None:
         """Stop a long step after a signal, and let the log print how much of it is done.
