@@ -305,8 +305,10 @@ class Training:
             model_file = self.folder / "model" / SETTINGS_FILE
             saved = self.engine.from_main(str(model_file.is_file())) == "True"
             same_dev = self.best["dev"] == self.dev.fingerprint()
-            if not saved or not same_dev or self.best["metric"] != config.run.metric:
+            same_score = same_dev and self.best["metric"] == config.run.metric
+            if not same_score:
                 self.score_before = None
+            if not saved or not same_score:
                 self.best = {}
                 self.worse = 0
                 self.evaluated = 0  # evaluate this step again if an evaluation is due
