@@ -214,7 +214,7 @@ def test_training_shows_progress_and_the_next_command(terminal, tmp_path, capsys
     scores = {line["step"]: line["dev"] for line in read_log(tmp_path / "run") if "dev" in line}
     assert max(scores, key=lambda step: scores[step]["ndcg@10"]) == best["step"]
     ending = [
-        f"the model is from step {best['step']}, which had the best dev ndcg@10: "
+        f"the model is from step {best['step']}, the one with the best dev ndcg@10: "
         f"{scores[best['step']]['ndcg@10']:.4f}",
         f"next: contaccum evaluate --model {model} --data {data}",
     ]

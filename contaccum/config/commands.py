@@ -143,8 +143,8 @@ class EvaluateConfig:
     qrels: str | None = setting(None, metavar="FILE")
     """File of relevance judgements (qrels) for --run."""
     ignore_identical_ids: bool = False
-    """Leave out passages of --run with the id of their query, as --data does. Else they count, as
-    in trec_eval."""
+    """Leave out passages of --run with the id of their query, as --data does for BEIR folders.
+    Default: they count, as in trec_eval."""
     against: str | None = setting(None, metavar="FILE")
     """Second run file. A significance test compares --run with this file, query by query."""
     metric: str = "ndcg@10"

@@ -98,5 +98,5 @@ def evaluate_with_beir(
         "mean": mean,
         "per_query": {},
         "queries": len(qrels),
-        "judgements": hash_of_positives(qrels),
+        "positives": hash_of_positives(qrels),
     }

@@ -78,6 +78,7 @@ def evaluate(
         "precision": retriever.precision,
         "test_content": retrieval_set.fingerprint(),
         "relevance_level": relevance_level,
+        "own_ids": False,
     }
     if retriever.precision:  # bm25 has neither vectors nor an index
         about |= index_settings(settings)
@@ -132,6 +133,7 @@ def evaluate_run_file(
         relevance_level=relevance_level,
         ignore_identical_ids=ignore_identical_ids,
     )
+    metrics["own_ids"] = bool(own) and not ignore_identical_ids
     return save_metrics(metrics, output, about_run_file(run, qrels, relevance_level))
 
 

@@ -40,7 +40,8 @@ class Metrics(_Means, total=False):
     first_passages: dict[str, dict[str, int]]
     """Query id -> id of each of the first passages found, best first -> grade (0: not relevant, or
     not judged)."""
-    judgements: str  # hash of the positives, see ``hash_of_positives``
+    positives: str  # hash of the positives, see ``hash_of_positives``
+    own_ids: bool  # whether passages with the id of their query count, and there are some
 
 
 def hash_of_positives(qrels: Mapping[str, Mapping[str, int]]) -> str:
@@ -155,7 +156,7 @@ def evaluate_run(
         }
     metrics = metrics_of(per_query)
     metrics["first_passages"] = first_passages
-    metrics["judgements"] = hash_of_positives(qrels)
+    metrics["positives"] = hash_of_positives(qrels)
     return metrics
 
 

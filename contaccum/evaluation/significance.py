@@ -126,8 +126,11 @@ class OverBoth(NamedTuple):
     half_interval: float  # half of the width of the 95 % confidence interval of the mean
 
 
-def over_both(differences: ArrayLike) -> OverBoth:
+def over_both(differences: ArrayLike, mean: float | None = None) -> OverBoth:
     """Test a mean over seeds and queries, both random. differences: (seeds, queries).
+
+    mean: a more precise estimate of the mean than that of ``differences``, for example of more
+    seeds. Default: the mean of ``differences``.
 
     The result is that of Clark's min F' test or that of a t-test on the seeds' means: the larger p,
     and the wider interval. With two or three seeds, min F' alone is too often small: of equal
@@ -143,7 +146,7 @@ def over_both(differences: ArrayLike) -> OverBoth:
     seeds, queries = values.shape
     if queries < 2:  # nothing is known about other queries
         return OverBoth(1.0, float("inf"))
-    mean = float(values.mean())
+    mean = float(values.mean()) if mean is None else mean
     over_queries = _variance_of_mean(values.mean(0))
     over_seeds = _variance_of_mean(values.mean(1))
     total = over_queries + over_seeds
@@ -209,7 +212,7 @@ def compare(
     pairs = [(one[seed], two[seed]) for seed in one if seed in two]
     if len(pairs) < 2:
         pairs = list(zip(one.values(), two.values(), strict=False))
-    tested = over_both([ours - theirs for ours, theirs in pairs]) if len(pairs) > 1 else None
+    tested = over_both([ours - theirs for ours, theirs in pairs], mean) if len(pairs) > 1 else None
     p_permutation = permutation_test(differences)
     return Comparison(
         difference=mean,

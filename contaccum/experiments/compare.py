@@ -54,8 +54,9 @@ BASELINES: tuple[Kind, ...] = ("bm25", "untrained")
 FULL = Fraction(1)
 # settings that change the cost of a forward pass of a pair
 COST_OF_A_PASS = (
-    "data.hard_negatives", "model.name", "model.passage_name", "model.max_query_length",
-    "model.max_passage_length", "loss.guide",
+    "data.hard_negatives", "loss.guide", "lora.rank", "model.gradient_checkpointing", "model.name",
+    "model.passage_name", "model.quantize", "model.max_query_length", "model.max_passage_length",
+    "model.tiny_layers", "model.tiny_width", "run.precision",
 )  # fmt: skip
 Configure = Callable[[Mapping[str, str]], TrainConfig]
 """Function that returns the config with changed settings. Its argument maps names of settings to
@@ -220,11 +221,12 @@ class Study:
         ]
         self._check_folders([*itertools.chain(*finals.values()), *trials.values(), *baselines])
         slots = device_slots(self.base.run.device, self.options.parallel)
+        warned: set[str] = set()
 
         def train(candidates: list[tuple[Variant, Values, Fraction]]) -> list[float | None]:
             jobs = [trials[variant.label, values, share] for variant, values, share in candidates]
             with signals.deferred():
-                run_jobs(jobs, slots, signals)
+                run_jobs(jobs, slots, signals, warned)
             return [dev_score(job.folder) for job in jobs]
 
         tune(self.tuned, train)
@@ -243,7 +245,7 @@ class Study:
                 delete_weights(job.folder)
         jobs = [*itertools.chain(*rows.values()), *baselines]
         with signals.deferred():
-            failed |= run_jobs(jobs, slots, signals)
+            failed |= run_jobs(jobs, slots, signals, warned)
 
         groups = group_runs([load_run_record(job.folder) for job in jobs if job.done], labels)
         metric = self.base.run.metric

@@ -52,7 +52,10 @@ from contaccum.training.run_folder import (
 POLL_SECONDS = 0.1
 ENCODERS = ("model.name", "model.passage_name", "loss.guide")  # may name folders of encoders
 Kind = Literal["run", "bm25", "untrained"]
-TEST_CONTENT = "content of the test data"  # key of ``contents_of``
+# keys of ``contents_of``
+TEST_CONTENT = "content of the test data"
+TRAINING_CONTENT = "content of the training data"
+DEV_CONTENT = "content of the dev data"
 
 
 @dataclass(frozen=True)
@@ -127,12 +130,12 @@ def contents_of(kind: Kind, config: TrainConfig, test: dict[str, str] | None) ->
     if kind == "bm25":
         return contents
     train_set = load_training(data, config.distils)
-    contents["content of the training data"] = train_set.fingerprint
+    contents[TRAINING_CONTENT] = train_set.fingerprint
     if test is not None:
         warn_of_trained_queries("test", f"{test['data']} {test['split']}", judged, train_set)
     if kind == "run" and data.dev:
         dev = open_dataset(data.dev, data.dev_split, data.policy).retrieval_set
-        contents["content of the dev data"] = dev.fingerprint()
+        contents[DEV_CONTENT] = dev.fingerprint()
         warn_of_trained_queries("dev", f"{data.dev} {data.dev_split}", dev, train_set)
         if test is not None:
             warn_of_dev_queries(test, judged, dev)
@@ -194,10 +197,28 @@ class Worker(NamedTuple):
     job: Job
     process: subprocess.Popen[bytes]
     began: float
+    log_before: int  # bytes of the log that earlier workers of the job have written
+
+    def lines(self) -> list[str]:
+        """Return what the worker has printed so far."""
+        with open(self.job.log, "rb") as log:
+            log.seek(self.log_before)
+            return log.read().decode(errors="replace").strip().splitlines()
+
+    def last_line(self, empty: str = "no message") -> str:
+        """Return the last line that the worker has printed, or ``empty`` if there is none."""
+        return (self.lines() or [empty])[-1].removeprefix("contaccum: ")
+
+    def warnings(self) -> list[str]:
+        """Return the warnings of this package, in their order."""
+        package = str(Path(__file__).parents[1])
+        parts = [line.partition(" UserWarning: ") for line in self.lines()]
+        return [text for place, _, text in parts if text and place.startswith(package)]
 
 
 def start(job: Job, environment: dict[str, str]) -> Worker:
     job.write()
+    before = job.log.stat().st_size if job.log.is_file() else 0
     with open(job.log, "ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "contaccum.experiments.jobs", str(job.file)],
@@ -208,24 +229,24 @@ def start(job: Job, environment: dict[str, str]) -> Worker:
             # Ctrl-C in the terminal then reaches only the parent, which stops the workers
             start_new_session=True,
         )
-    return Worker(job, process, time.monotonic())
+    return Worker(job, process, time.monotonic(), before)
 
 
 def run_jobs(
-    jobs: Iterable[Job], slots: list[dict[str, str]], signals: StopSignals
+    jobs: Iterable[Job], slots: list[dict[str, str]], signals: StopSignals, warned: set[str]
 ) -> dict[str, str]:
     """Run the jobs that are not done.
 
-    Print a line at the end of each job, each new warning of a worker once, and each minute the last
-    line of the log of each worker.
-    Return the failed jobs: name -> exit code and last line of the log. After a signal, the workers
-    save checkpoints and stop. This function then raises Interrupted.
+    Print a line at the end of each job, the warnings of the workers, and each minute the last line
+    of the log of each worker. Return the failed jobs: name -> exit code and last line of the log.
+    After a signal, the workers save checkpoints and stop. This function then raises Interrupted.
+
+    warned: warnings that were printed before, and are not printed again. New ones are added.
     """
     waiting = deque(job for job in jobs if not job.done)
     count = len(waiting)
     failed: dict[str, str] = {}
     running: dict[int, Worker] = {}  # slot number -> worker
-    warned: set[str] = set()
     if waiting:
         print(
             f"{counted(count, 'run')}, {len(slots)} at a time; logs in {waiting[0].log.parent}",
@@ -238,28 +259,24 @@ def run_jobs(
                 if number not in running and waiting:
                     running[number] = start(waiting.popleft(), environment)
                 elif number in running and running[number].process.poll() is not None:
-                    job, process, began = running.pop(number)
+                    worker = running.pop(number)
+                    name, process = worker.job.name, worker.process
                     process.communicate()  # closes its standard input
                     result = "done"
                     if process.returncode:
-                        result = f"exit code {process.returncode}, {last_line(job.log)}"
-                        failed[job.name] = result
-                    for text in [text for text in warnings_in(job.log) if text not in warned]:
-                        print(f"{job.name}: warning: {text}", file=sys.stderr)
-                        warned.add(text)
+                        result = f"exit code {process.returncode}, {worker.last_line()}"
+                        failed[name] = result
+                    for text in worker.warnings():
+                        if text not in warned:
+                            print(f"{name}: warning: {text}", file=sys.stderr)
+                            warned.add(text)
                     ended = count - len(waiting) - len(running)
-                    seconds = time.monotonic() - began
-                    print(
-                        f"[{ended}/{count}] {job.name}: {result} ({seconds:.0f} s)",
-                        file=sys.stderr,
-                    )
+                    seconds = time.monotonic() - worker.began
+                    print(f"[{ended}/{count}] {name}: {result} ({seconds:.0f} s)", file=sys.stderr)
             if time.monotonic() >= next_lines:
                 next_lines = time.monotonic() + LINE_SECONDS
                 for worker in running.values():
-                    print(
-                        f"{worker.job.name}: {last_line(worker.job.log, 'starting')}",
-                        file=sys.stderr,
-                    )
+                    print(f"{worker.job.name}: {worker.last_line('starting')}", file=sys.stderr)
             if signals.received:
                 raise Interrupted(
                     signals.received, "stopped; run the same command again to continue"
@@ -272,20 +289,6 @@ def run_jobs(
         for worker in running.values():
             worker.process.wait()
     return failed
-
-
-def last_line(log: Path, empty: str = "no message") -> str:
-    """Return the last line of the log of a worker, or ``empty`` if there is none."""
-    lines = log.read_text(errors="replace").strip().splitlines() or [empty]
-    return lines[-1].removeprefix("contaccum: ")
-
-
-def warnings_in(log: Path) -> dict[str, None]:
-    """Return the warnings of this package in the log of a worker, in their order."""
-    lines = [
-        line.partition(" UserWarning: ") for line in log.read_text(errors="replace").split("\n")
-    ]
-    return dict.fromkeys(text for place, _, text in lines if text and "contaccum" in place)
 
 
 def main(file: str) -> int:
@@ -330,8 +333,8 @@ def run_job(
     run, contents = Path(config.output_dir), contents or {}
     if contents.keys() - {TEST_CONTENT}:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the plan of the jobs has given them
-            refuse_changed(contents, contents_of(kind, config, test))
+            warnings.simplefilter("ignore")  # the parent has printed these warnings
+            refuse_changed(contents, contents_of(kind, config, test), config, test)
     device, trust = config.run.device, config.model.trust_remote_code
     model: EncoderConfig | DualEncoder = EncoderConfig(BM25_NAME)
     if kind == "run":
@@ -345,10 +348,11 @@ def run_job(
         write_json(run / TUNED_FILE, {"metric": metric, "score": mean[metric]})
     else:
         judged = open_dataset(test["data"], test["split"], config.data.policy).retrieval_set
-        refuse_changed(contents, {TEST_CONTENT: judged.fingerprint()})  # it may change meanwhile
+        # they may have changed during training
+        refuse_changed(contents, {TEST_CONTENT: judged.fingerprint()}, config, test)
         settings = SearchConfig(batch_tokens=config.run.eval_batch_tokens)
         metrics = evaluate(model, judged, settings=settings)
-        about = {**test, "test_content": judged.fingerprint()}
+        about = {**test, "test_content": judged.fingerprint(), "own_ids": False}
         if kind != "bm25":
             about |= index_settings(settings)
         write_json(run / METRICS_FILE, {**about, **metrics})
@@ -356,15 +360,30 @@ def run_job(
         delete_weights(run)
 
 
-def refuse_changed(planned: Mapping[str, str], now: Mapping[str, str]) -> None:
+def refuse_changed(
+    planned: Mapping[str, str],
+    now: Mapping[str, str],
+    config: TrainConfig,
+    test: dict[str, str] | None,
+) -> None:
     """Raise InputError if data or an encoder changed. planned, now: see ``contents_of``."""
+    data, settings = config.data, flat(asdict(config))
     for name in planned.keys() & now.keys():
-        if planned[name] != now[name]:
-            raise InputError(
-                f"{name.removeprefix('content of ')} changed after the first run started, so the "
-                "runs could not be compared. Undo the change and repeat the command, or use "
-                "another output_dir."
-            )
+        if planned[name] == now[name]:
+            continue
+        if name == TEST_CONTENT and test is not None:
+            what = f"{test['data']} {test['split']}: the test data"
+        elif name == TRAINING_CONTENT:
+            what = f"{data.train or 'data.mixture'}: the training data"
+        elif name == DEV_CONTENT:
+            what = f"{data.dev} {data.dev_split}: the dev data"
+        else:
+            setting = name.removeprefix("content of ")
+            what = f"{settings[setting]}: the files of {setting}"
+        raise InputError(
+            f"{what} changed after the first run started, so the runs could not be compared. Undo "
+            "the change and repeat the command, or use another output_dir."
+        )
 
 
 def delete_weights(run: Path) -> None:

@@ -38,10 +38,10 @@ def about_seeds(found: Sequence[Difference]) -> str:
     if not single:
         return "p and the interval are over queries and seeds"
     if len(single) == len(found):
-        return "p and the interval are over queries only, because there is one seed"
+        return "p and the interval are over queries only, because no pair has several seeds"
     return (
-        "p and the interval are over queries and seeds; over queries only, because there is one "
-        f"seed: {', '.join(single)}"
+        "p and the interval are over queries and seeds; over queries only, because neither has "
+        f"several seeds or one has a single seed: {', '.join(single)}"
     )
 
 

@@ -30,7 +30,8 @@ TESTED_ON = {
     "test_content": (
         "on different test data: the query ids are the same, but texts or judgements differ"
     ),
-    "judgements": "with different judgements",
+    "positives": "with different judgements",
+    "own_ids": "with and without the passages that have the id of their query",
     "relevance_level": "with different relevance levels",
     "factory": "with different indexes",
     "search_params": "with different settings of the index",
@@ -154,7 +155,8 @@ def load_run_record(folder: str | Path) -> RunRecord:
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if "dev" in line]
     # a run that keeps no checkpoints ends with this file
-    finished = config["run.keep_checkpoints"] is not None or (path / FINISHED_FILE).is_file()
+    keeps = config.get("run.keep_checkpoints") is not None
+    finished = keeps or (path / FINISHED_FILE).is_file()
     return RunRecord(path, config, steps, evaluations, metrics, read_environment(path), finished)
 
 

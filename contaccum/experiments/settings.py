@@ -154,7 +154,9 @@ def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
         for name in tune:
             _check_tuned(where, name)
             if name in row:
-                raise InputError(f"{where}: {name!r} has a value and is tuned; remove one of both")
+                raise InputError(
+                    f"{where}: {name!r} has a value and is tuned; remove one of the two"
+                )
         fixed = tuple((name, _text(value)) for name, value in row.items())
         tried = {name: [_text(value) for value in values] for name, values in tune.items()}
         entries.append(Variant(str(label), method, fixed, combinations(tried, method)))

@@ -208,7 +208,8 @@ class Training:
         # state of the run
         self.identity = run_folder.run_identity(config, engine.world, train_set, self.dev)
         self.done = 0  # number of finished steps
-        self.score_before: float | None = None  # dev score before training, if it was evaluated
+        # score before training, its metric and dev set, if it was evaluated
+        self.start: dict[str, Any] = {}
         self.best: dict[str, Any] = {}  # step, score, metric and dev set of the best evaluation
         self.evaluated = 0  # step of the last evaluation
         self.worse = 0  # evaluations since the best one
@@ -287,7 +288,7 @@ class Training:
                 f"continuing with {size} instead of {size.sizes[0]}, because memory ran out before",
                 file=sys.stderr,
             )
-        self.score_before = state.get("score_before")
+        self.start = state.get("start", {})
         self.best = state["best"]
         self.evaluated = state["evaluated"]
         self.worse = state["worse"]
@@ -301,14 +302,12 @@ class Training:
             if self.bank.size and state["bank"]["stored"]:
                 warnings.warn("the bank starts empty, because the data changed", stacklevel=2)
 
+        if self.dev and not self.measure().items() <= self.start.items():
+            self.start = {}
         if self.dev and self.best:
             model_file = self.folder / "model" / SETTINGS_FILE
             saved = self.engine.from_main(str(model_file.is_file())) == "True"
-            same_dev = self.best["dev"] == self.dev.fingerprint()
-            same_score = same_dev and self.best["metric"] == config.run.metric
-            if not same_score:
-                self.score_before = None
-            if not saved or not same_score:
+            if not saved or not self.measure().items() <= self.best.items():
                 self.best = {}
                 self.worse = 0
                 self.evaluated = 0  # evaluate this step again if an evaluation is due
@@ -397,9 +396,9 @@ class Training:
         """End a run: its model is saved, and checkpoints that nobody asked for are deleted."""
         if self.dev is None:
             self._save_model()
-        elif self.score_before is not None and self.best["score"] <= self.score_before:
+        elif self.start and self.best["score"] <= self.start["score"]:
             self.log.say(
-                f"training did not help: dev {self.dev_label} is {self.score_before:.4f} before "
+                f"training did not help: dev {self.dev_label} is {self.start['score']:.4f} before "
                 f"training and {self.best['score']:.4f} at best after it. Try a lower "
                 "optim.learning_rate, or keep the model that you started from."
             )
@@ -626,9 +625,9 @@ class Training:
         """Evaluate the model that training starts from, so that one can see what training does."""
         metrics, seconds = self._dev_metrics()
         name = self.config.run.metric
-        self.score_before = metrics["mean"][name]
+        self.start = {"score": metrics["mean"][name], **self.measure()}
         self.log.evaluation(0, metrics["mean"], name, seconds)
-        self.log.say(f"before training: dev {self.dev_label} {self.score_before:.4f}")
+        self.log.say(f"before training: dev {self.dev_label} {self.start['score']:.4f}")
 
     def evaluate(self) -> None:
         """Evaluate the current model on the dev set.
@@ -648,12 +647,7 @@ class Training:
                     self.folder / run_folder.DEV_METRICS_FILE,
                     {"step": self.done, "label": self.dev_label, **metrics},
                 )
-            self.best = {
-                "step": self.done,
-                "score": score,
-                "metric": name,
-                "dev": self.dev.fingerprint(),
-            }
+            self.best = {"step": self.done, "score": score, **self.measure()}
         self.log.evaluation(self.done, metrics["mean"], name, seconds)
         # not earlier: if saving the model fails, a resumed run evaluates this step again
         self.evaluated = self.done
@@ -666,6 +660,11 @@ class Training:
                 f"stopping after step {self.done} of {self.total}: {self.worse} evaluations "
                 "without a better dev score"
             )
+
+    def measure(self) -> dict[str, str]:
+        """Return what a dev score depends on besides the model."""
+        assert self.dev is not None
+        return {"metric": self.config.run.metric, "dev": self.dev.fingerprint()}
 
     def _dev_metrics(self) -> tuple[Metrics, float]:
         """Return the metrics of the current model on the dev set, and the seconds it took."""
@@ -709,7 +708,7 @@ class Training:
             state = {
                 "step": self.done,
                 "identity": self.identity,
-                "score_before": self.score_before,
+                "start": self.start,
                 "best": self.best,
                 "evaluated": self.evaluated,
                 "worse": self.worse,

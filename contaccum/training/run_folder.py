@@ -336,8 +336,8 @@ def next_steps(config: TrainConfig, model: Path) -> list[str]:
         metrics = read_json(scores)
         score = metrics["mean"][config.run.metric]
         lines.append(
-            f"the model is from step {metrics['step']}, which had the best dev {metrics['label']}: "
-            f"{score:.4f}"
+            f"the model is from step {metrics['step']}, the one with the best dev "
+            f"{metrics['label']}: {score:.4f}"
         )
     # training data that were mined have no test queries, but the folder of the dev queries may
     given = filter(None, (config.data.train, config.data.dev))

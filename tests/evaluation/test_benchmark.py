@@ -18,6 +18,7 @@ from contaccum.config.commands import EncoderConfig, SearchConfig
 from contaccum.errors import InputError
 from contaccum.evaluation.benchmark import BEIR, benchmark_sets
 from contaccum.evaluation.metrics import evaluate_run
+from contaccum.experiments.report import console_report
 from contaccum.retrieval.runs import read_run, write_run
 from contaccum.runtime.files import cache_folder, read_json
 
@@ -248,8 +249,13 @@ def test_a_run_file_is_scored_as_by_trec_eval(tmp_path):
     output = tmp_path / "metrics.json"
     assert main([*call, "--ignore_identical_ids", "true", "--output", str(output)]) == 0
     # without it, passage 3 is second for query 1, and passage 1 is first for query 2
-    found = read_json(output)["per_query"]
-    assert [found[query]["mrr@10"] for query in "12"] == [0.5, 1]
+    left_out = read_json(output)
+    assert [left_out["per_query"][query]["mrr@10"] for query in "12"] == [0.5, 1]
+    both = tmp_path / "both.json"
+    with pytest.warns(UserWarning, match="run: 2 queries found the passage"):
+        evaluate_run_file(tmp_path / "run", tmp_path / "qrels", both)
+    with pytest.warns(UserWarning, match="with and without the passages that have the id of their"):
+        console_report([str(both), str(output)], "mrr@10")
 
 
 def test_two_run_files_are_tested_query_by_query(tmp_path, capsys):

@@ -132,6 +132,18 @@ def test_the_interval_over_both_excludes_0_if_p_says_so():
     assert seen == {True, False}
 
 
+def test_p_and_interval_agree_where_a_system_has_more_seeds():
+    rng = np.random.default_rng(3)
+    seen = set()
+    for _ in range(100):
+        one, two = system(rng, 0.06, 2, spread=0.05), system(rng, 0, 3, spread=0.05)
+        found = compare(one, two, "ndcg@10")
+        assert (not found.both[0] < 0 < found.both[1]) == (found.p_both < 0.05)
+        assert np.mean(found.both) == pytest.approx(found.difference)
+        seen.add(found.p_both < 0.05)
+    assert seen == {True, False}
+
+
 def test_two_queries_are_not_enough_for_a_small_p():
     """Equal differences of both queries and both seeds; of 4 sign flips, 2 are as far from 0."""
     ours = {seed: {query: {"ndcg@10": 0.5} for query in "ab"} for seed in range(2)}

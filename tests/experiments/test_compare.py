@@ -25,8 +25,9 @@ from contaccum.cli import main
 from contaccum.config import DataConfig, MixtureConfig, to_yaml, with_changes
 from contaccum.config.experiments import CompareConfig
 from contaccum.errors import InputError
+from contaccum.experiments import jobs as jobs_module
 from contaccum.experiments.compare import Study, require_unseen
-from contaccum.experiments.jobs import Job, contents_of, run_job, warnings_in
+from contaccum.experiments.jobs import Job, Worker, contents_of, run_job
 from contaccum.experiments.run_records import RunRecord, group_runs
 from contaccum.experiments.settings import read_values, variants
 from contaccum.runtime.files import read_json
@@ -350,7 +351,9 @@ def test_test_data_that_changed_after_the_first_run_are_refused(tmp_path):
     qrels = data / "qrels" / "dev.tsv"
     before = qrels.read_text()
     qrels.write_text(before.replace("\t1\n", "\t2\n"))
-    with pytest.raises(InputError, match="the test data changed after the first run started"):
+    with pytest.raises(
+        InputError, match=f"^{data} dev: the test data changed after the first run started"
+    ):
         run_job("bm25", config, test, contents=contents)
     assert not (tmp_path / "bm25" / "metrics.json").exists()
     qrels.write_text(before)
@@ -372,7 +375,7 @@ def test_data_that_change_between_two_runs_are_refused(file, what, tmp_path):
     qrels = data / "qrels" / file
     before = qrels.read_text()
     qrels.write_text(before.replace("q1\tp1\t1", "q1\tp5\t1"))
-    with pytest.raises(InputError, match=f"^{what} changed after the first run started"):
+    with pytest.raises(InputError, match=f"{data}.*: {what} changed after the first run started"):
         run_job("run", second, None, contents=contents)
     assert not (tmp_path / "b").exists()
     qrels.write_text(before)
@@ -410,14 +413,31 @@ def test_a_budget_of_passes_warns_of_passes_that_cost_more(tmp_path):
         study("9s", longer)
 
 
-def test_warnings_of_a_run_are_shown_once(tmp_path):
-    log = tmp_path / "job.log"
-    log.write_text(
-        "step 1\n/lib/contaccum/training/loop.py:9: UserWarning: no query has a negative\n"
-        "  warnings.warn(\n/lib/torch/x.py:3: UserWarning: other\n"
-        "/lib/contaccum/training/loop.py:9: UserWarning: no query has a negative\n"
+def test_a_warning_of_two_runs_is_shown_once(study_folder, tmp_path, capsys):
+    options = ["--methods", "grad_accum", "--seeds", 2, "--baselines", "none"]
+    alone = ["--batch.micro_batch_size", 1, "--optim.max_steps", 1, "--run.eval_steps", 0]
+    study = tmp_path / "study"
+    code, said = call(capsys, study_folder, *options, *alone, "--output_dir", study)
+    assert code == 0, said
+    logs = [(study / "jobs" / f"grad_accum-seed{seed}.log").read_text() for seed in range(2)]
+    assert all("no query has a negative" in log for log in logs)
+    assert said.count("grad_accum-seed0: warning: step 1: no query has a negative") == 1
+    assert said.count("no query has a negative") == 1
+
+
+def test_only_what_this_worker_printed_is_read(tmp_path):
+    job = Job("a", "run", train_config(tmp_path, tmp_path / "study" / "runs" / "a"), {})
+    package = Path(jobs_module.__file__).parents[1]
+    before = f"{package}/training/loop.py:9: UserWarning: old\nstopped after step 40\n"
+    job.log.parent.mkdir(parents=True)
+    job.log.write_text(before)
+    worker = Worker(job, subprocess.Popen(["true"]), 0.0, len(before))
+    assert (worker.last_line(), worker.warnings()) == ("no message", [])
+    job.log.write_text(
+        f"{before}{package}/training/loop.py:9: UserWarning: new\n  warnings.warn(\n"
+        f"{tmp_path}/contaccum/.venv/torch/x.py:3: UserWarning: of torch\ncontaccum: failed\n"
     )
-    assert list(warnings_in(log)) == ["no query has a negative"]
+    assert (worker.last_line(), worker.warnings()) == ("failed", ["new"])
 
 
 def test_seeds_with_other_automatic_settings_are_one_row(tmp_path):

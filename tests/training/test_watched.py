@@ -134,6 +134,25 @@ def test_a_run_says_whether_training_helped(data, tmp_path, capsys):
         assert weights(run / last) == weights(unseen / last)
 
 
+@pytest.mark.parametrize(("metric", "compared"), [("ndcg@10", True), ("precision@10", False)])
+def test_a_resume_with_another_metric_forgets_the_score_before(
+    metric, compared, data, tmp_path, capsys
+):
+    """Stopped before the first evaluation of a trained model."""
+    settings = {"data.dev": str(data), "run.eval_steps": 3, "optim.learning_rate": 1e-9}
+
+    def stop(training: Training) -> None:
+        if training.done == 2:
+            raise KeyboardInterrupt
+
+    run = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        train(train_config(data, run, **settings, **{"run.save_steps": 1}), after_step=stop)
+    more = {"run.metric": metric, "resume": True, "allow_changes": True}
+    train(train_config(data, run, **settings, **{"run.save_steps": 1}, **more))
+    assert ("training did not help" in capsys.readouterr().err) == compared
+
+
 def test_a_checkpoint_is_due_when_the_last_one_is_old(data, tmp_path, monkeypatch):
     changes = {"run.save_steps": 100, "run.keep_checkpoints": 9, "optim.max_steps": 3}
     for seconds, steps in ((600.0, [3]), (0.0, [1, 2, 3])):
