@@ -9,7 +9,6 @@ The library ``datasets`` finds the files of a configuration. contaccum reads JSO
 because ``datasets`` converts texts such as 2020-01-01 to dates.
 """
 
-import math
 import os
 import re
 import warnings
@@ -34,7 +33,16 @@ from contaccum.catalog import HUB_PREFIX
 from contaccum.errors import InputError, library_errors
 from contaccum.formats.dpr import rows_of_cells
 from contaccum.formats.json_records import json_records
-from contaccum.formats.readers import Key, TextRecord, grade_of, kind_of_record, quoted_column
+from contaccum.formats.readers import (
+    LABEL_NAMES,
+    Key,
+    TextRecord,
+    grade_of,
+    is_low,
+    kind_of_record,
+    label_of,
+    quoted_column,
+)
 from contaccum.formats.records import (
     READER_VERSION,
     SourceLocation,
@@ -274,7 +282,7 @@ def fetch_hub(name: HubName, split: str) -> Path:
                 has_line = is_local and place.line > 0
                 location = place if has_line else SourceLocation(Path(name.text), 0, number)
                 if "label" not in name.columns:
-                    irrelevant += any(_is_low(row.get(column)) for column in ("label", "score"))
+                    irrelevant += any(is_low(row.get(column)) for column in LABEL_NAMES)
                 if name.columns:
                     record: object = _mapped(name, row, location)
                 else:
@@ -293,27 +301,6 @@ def fetch_hub(name: HubName, split: str) -> Path:
             stacklevel=2,
         )
     return folder / "examples.jsonl"
-
-
-def _label(value: Any) -> float:
-    """Return a label as a number: 1 for True, 0 for False, also as texts.
-
-    Raises TypeError or ValueError for another value, and for NaN and infinity.
-    """
-    number = float({"true": 1, "false": 0}.get(str(value).lower(), value))
-    if not math.isfinite(number):
-        raise ValueError(value)
-    return number
-
-
-def _is_low(label: Any) -> bool:
-    """Return whether a label, or a score from 0 to 1, is below 0.5."""
-    if label is None:  # usually there is no such column
-        return False
-    try:
-        return 0 <= _label(label) < 0.5
-    except (TypeError, ValueError):
-        return False
 
 
 def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row:
@@ -350,7 +337,7 @@ def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row:
     if labels := name.columns.get("label"):
         label = row[labels[0]]
         try:
-            is_positive = _label(label) >= 0.5
+            is_positive = label_of(label) >= 0.5
         except (TypeError, ValueError):
             raise location.error(
                 f"column {labels[0]!r} has {label!r}; expected a number: with at least 0.5, the "

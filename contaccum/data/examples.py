@@ -31,7 +31,7 @@ from contaccum.data.tables import (
     text_hashes,
 )
 from contaccum.errors import InputError
-from contaccum.formats.readers import numbered_examples
+from contaccum.formats.readers import numbered_examples, unread_fields
 from contaccum.formats.records import (
     Example,
     OnError,
@@ -252,7 +252,8 @@ def build_examples(path: Path, folder: Path, on_error: OnError = stop) -> dict[s
     for name in _LISTS:
         getattr(grouped, name).save(folder / f"{name}.npz")
 
-    problems = []  # sentence about all cases, error of the first case
+    # sentence about all cases, error of the first case
+    problems = [[sentence, f"{path}: {sentence}"] for sentence in unread_fields(path)]
     unanswerable = np.flatnonzero(grouped.positives.lengths == 0)
     if len(unanswerable):
         first = locations[query_of_record.index(unanswerable[0])]

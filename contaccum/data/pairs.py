@@ -1,7 +1,6 @@
 """Training pairs that are in memory, as a file that ``open_dataset`` can read."""
 
 import hashlib
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,84 +9,132 @@ from typing import Any
 import msgspec
 
 from contaccum.errors import InputError
-from contaccum.formats.readers import USUAL_NAMES
-from contaccum.formats.records import record_line
+from contaccum.formats.readers import LABEL_NAMES, NEGATIVE_NAMES, USUAL_NAMES
+from contaccum.formats.records import is_blank, record_line
 from contaccum.formats.training import JsonlRecord
 from contaccum.runtime.cache import cached_folder
+from contaccum.runtime.checks import require_utf8
 from contaccum.runtime.files import write_text
+from contaccum.runtime.units import counted
+
+_ID_NAMES = re.compile(r"_?id|[pq]id|doc_?id|idx|index")
+"""Names of fields with ids, which are no queries or positives because of their position."""
 
 
-def pairs_file(pairs: Iterable[Sequence[Any] | Mapping[str, Any]]) -> Path:
+def pairs_file(pairs: Any) -> Path:
     """Write pairs to a JSONL file in the cache, and return its path. Equal pairs get one file.
 
     pairs: tuples or dicts, a ``datasets.Dataset``, or a pandas DataFrame. A dict may be an object
     of a JSONL file (query, pos, neg), or have usual names such as anchor, positive and negative_1.
-    Otherwise, as in a tuple, the first value is the query, the second the positive, and the others
-    are hard negatives, as the columns in sentence-transformers. Instead of one text, positives and
-    negatives may be lists of texts. Raises InputError for anything else.
+    If neither the query nor the positive has a usual name, and in a tuple, the first value is the
+    query, the second the positive, and the others are hard negatives, as the columns in
+    sentence-transformers. Instead of one text, positives and negatives may be lists of texts. None,
+    "" and a missing value of a DataFrame mean that there is no positive or no negative. Raises
+    InputError for anything else, and for fields that are not read.
     """
-    if hasattr(pairs, "to_dict") and hasattr(pairs, "columns"):
-        pairs = rows_of_frame(pairs)
-    lines = []
-    for number, pair in enumerate(pairs):
-        try:
-            lines.append(record_line(record_of(pair)))
-        except (ValueError, TypeError, msgspec.ValidationError) as error:
-            raise InputError(
-                f"pairs[{number}] is {str(pair)[:100]}, expected a query, a positive and, if there "
-                "are any, hard negatives, all of them texts"
-            ) from error
-    if not lines:
-        raise InputError("pairs is empty, expected at least one query with a positive")
-    content = b"".join(lines).decode()
+    if isinstance(pairs, str | Path | Mapping) or not isinstance(pairs, Iterable):
+        raise InputError(
+            f"pairs is {_shown(pairs)}, expected a list of tuples or dicts, a datasets.Dataset or "
+            "a DataFrame"
+        )
+    if hasattr(pairs, "notna"):  # pandas marks missing values in several ways
+        frame: Any = pairs
+        pairs = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    records = [record_of(pair, f"pairs[{number}]") for number, pair in enumerate(pairs)]
+    if not any(record.pos for record in records):
+        found = f"has {counted(len(records), 'query')}, none with a positive"
+        raise InputError(
+            f"pairs {found if records else 'is empty'}, expected at least one query with a positive"
+        )
+    content = b"".join(map(record_line, records)).decode()
     key = hashlib.sha256(content.encode()).hexdigest()
     folder = cached_folder("pairs", key, lambda folder: write_text(folder / "pairs.jsonl", content))
     return folder / "pairs.jsonl"
 
 
-def rows_of_frame(frame: Any) -> list[dict[Any, Any]]:
-    """Return the rows of a pandas DataFrame without missing values (NaN), and arrays as lists."""
-    return [
-        {
-            name: value.tolist() if hasattr(value, "tolist") else value
-            for name, value in row.items()
-            if not (isinstance(value, float) and math.isnan(value))
-        }
-        for row in frame.to_dict("records")
-    ]
+def record_of(pair: Any, where: str) -> JsonlRecord:
+    """Return a pair as a record of a JSONL file, see ``pairs_file``.
 
-
-_NEGATIVES = re.compile(r"(neg|negative)s?(_\d+)?", re.IGNORECASE)
-"""Names of fields with hard negatives."""
-
-
-def record_of(pair: Sequence[Any] | Mapping[str, Any]) -> JsonlRecord:
-    """Return a pair as a record of a JSONL file, see ``pairs_file``."""
-    if isinstance(pair, str):
-        raise TypeError("a text is no pair")
-    if isinstance(pair, Mapping):
-        other_negatives = "neg" not in pair and any(map(_NEGATIVES.fullmatch, map(str, pair)))
-        if {"query", "pos"} <= pair.keys() and not other_negatives:
-            return msgspec.convert(dict(pair), JsonlRecord)
-        pair = by_name(pair) or list(pair.values())
-    query, positives, *others = pair
-    lists = [[each] if isinstance(each, str) else each or [] for each in others]
-    negatives = [text for texts in lists for text in texts]
-    return msgspec.convert({"query": query, "pos": positives, "neg": negatives}, JsonlRecord)
-
-
-def by_name(pair: Mapping[str, Any]) -> list[Any] | None:
-    """Return query, positive and negatives, or None if the names of query or positive are unusual.
-
-    Raises ValueError if another field is left.
+    where: the pair's place in ``pairs``, for error messages.
     """
-    query, positive = (
-        next((name for name in pair if str(name).lower() in USUAL_NAMES[key]), None)
-        for key in ("query", "pos")
-    )
-    if query is None or positive is None:
-        return None
-    negatives = [name for name in pair if _NEGATIVES.fullmatch(str(name))]
-    if len(pair) > 2 + len(negatives):
-        raise ValueError("a field is neither a query nor a positive nor a negative")
-    return [pair[name] for name in (query, positive, *negatives)]
+    values = _without_numpy(pair)
+    if isinstance(values, list | tuple) and len(values) > 1:
+        values = dict(enumerate(values))
+    if not isinstance(values, Mapping):
+        raise InputError(
+            f"{where} is {_shown(pair)}, expected a query, a positive and, if there are any, hard "
+            "negatives"
+        )
+    record: dict[str, Any] = {"pos": [], "neg": []}
+    for name, field in fields_of(list(values), where).items():
+        value, place = _without_numpy(values[name]), f"{where}[{name!r}]"
+        if field == "query":
+            value = _text(value, place)
+        elif field in ("pos", "neg"):
+            texts = value if isinstance(value, list | tuple) else [value]
+            if value in (None, ""):
+                texts = []
+            value = record[field] + [_text(text, place) for text in texts]
+        record[field] = value
+    try:
+        found = msgspec.convert(record, JsonlRecord)
+        found.example(0)  # counts the ids and scores
+    except ValueError as error:
+        raise InputError(f"{where}: {error}") from error
+    return found
+
+
+def fields_of(names: Sequence[Any], where: str) -> dict[Any, str]:
+    """Return the field of JsonlRecord that each name means, see ``pairs_file``.
+
+    Raises InputError unless exactly one is the query and one the positive, and each has a meaning.
+    """
+    fields = {}
+    for name in names:
+        lower = str(name).lower()
+        if lower in JsonlRecord.__struct_fields__:
+            fields[name] = lower
+        elif NEGATIVE_NAMES.fullmatch(lower):
+            fields[name] = "neg"
+        else:
+            usual = (field for field in ("query", "pos") if lower in USUAL_NAMES[field])
+            fields.update((name, field) for field in usual)
+    others = [name for name in names if name not in fields]
+    missing = [field for field in ("query", "pos") if field not in fields.values()]
+    if len(missing) == 1 and len(others) == 1:
+        fields[others.pop()] = missing.pop()
+    elif len(missing) == 2 and len(others) >= 2 and not any(map(_is_no_text, others)):
+        fields |= {name: missing.pop(0) if missing else "neg" for name in others}
+        others = []
+    meanings = list(fields.values())
+    if missing or meanings.count("query") != 1 or meanings.count("pos") != 1:
+        raise InputError(
+            f"{where}: found the fields {', '.join(map(str, names))}; expected one query, one "
+            "positive and, if there are any, hard negatives, named query, pos and neg"
+        )
+    if others:
+        raise InputError(
+            f"{where}: field {others[0]!r} is not read, expected only "
+            f"{', '.join(JsonlRecord.__struct_fields__)}; remove it, and give passages that are "
+            "not relevant as neg"
+        )
+    return fields
+
+
+def _is_no_text(name: Any) -> bool:
+    return str(name).lower() in LABEL_NAMES or bool(_ID_NAMES.fullmatch(str(name).lower()))
+
+
+def _text(value: Any, where: str) -> str:
+    text = require_utf8(value, where)
+    if is_blank(text):
+        raise InputError(f"{where}: is empty, expected a text")
+    return str(text)  # JSON knows no numpy.str_
+
+
+def _without_numpy(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {str(value)[:100]!r}"

@@ -7,6 +7,7 @@ that references to ids are valid, and that no passage is empty.
 """
 
 import csv
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -273,6 +274,55 @@ USUAL_NAMES = {
     "pos": ("pos", "positive", "answer", "sentence2", "passage", "document", "context"),
     "neg": ("neg", "negative", "negatives"),
 }
+NEGATIVE_NAMES = re.compile(r"(hard_?)?(neg|negative)s?(_?\d+)?", re.IGNORECASE)
+"""Names of fields with hard negatives."""
+LABEL_NAMES = ("label", "score")
+"""Names of fields that may say whether the positives are relevant."""
+
+
+def unread_fields(path: Path) -> list[str]:
+    """Return a sentence about each field of a file of examples that is wrongly ignored.
+
+    These are hard negatives with another name, and labels or scores that are low. Only the first
+    1,000 records are checked, because training reads the other fields of a record much faster.
+    """
+    form = FORMATS[kind_of_data(path)]  # type: ignore[index]
+    sentences = {}
+    for _, record in islice(json_records(path, dict[str, Any], _RECORDS, ignore), 1000):
+        for name in record:
+            if name in form.__struct_fields__:
+                continue
+            if NEGATIVE_NAMES.fullmatch(name) and record[name]:
+                sentences[name] = f"field {name!r} is not read, expected {form.description}"
+            elif name in LABEL_NAMES and is_low(record[name]):
+                columns = column_form(str(path), list(record)).strip('"')
+                sentences[name] = (
+                    f"field {name!r} is not read, so rows with a low {name} count as positive "
+                    f'pairs. If a low value means not relevant, "{columns}&label={name}" makes '
+                    "these passages hard negatives."
+                )
+    return list(sentences.values())
+
+
+def label_of(value: Any) -> float:
+    """Return a label as a number: 1 for True, 0 for False, also as texts.
+
+    Raises TypeError or ValueError for another value, and for NaN and infinity.
+    """
+    number = float({"true": 1, "false": 0}.get(str(value).lower(), value))
+    if not math.isfinite(number):
+        raise ValueError(value)
+    return number
+
+
+def is_low(label: Any) -> bool:
+    """Return whether a label, or a score from 0 to 1, is below 0.5."""
+    if label is None:  # usually there is no such field
+        return False
+    try:
+        return 0 <= label_of(label) < 0.5
+    except (TypeError, ValueError):
+        return False
 
 
 def column_form(source: str, fields: Sequence[str]) -> str:

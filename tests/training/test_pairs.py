@@ -1,5 +1,10 @@
 """Training on pairs in memory: tuples, dicts and a Dataset are the same data."""
 
+import json
+import re
+from pathlib import Path
+
+import numpy
 import pandas
 import pytest
 from datasets import Dataset
@@ -37,8 +42,11 @@ def test_tuples_dicts_and_a_dataset_are_the_same_file():
         {"query_id": "a", "query": "question", "pos_id": ["b"], "pos": ["answer"],
          "neg_id": ["c", "d"], "neg": ["wrong", "bad"]},
         {"query": "question", "pos": "answer", "negative": ["wrong", "bad"]},
-        {"query": "question", "pos": "answer", "neg": ["wrong", "bad"], "neg_source": "bm25"},
-        {"query": "question", "pos": ["answer"], "neg": ["wrong", "bad"], "neg_ids": ["1", "2"]},
+        {"query": "question", "pos": "answer", "neg": ["wrong"], "hard_negative": "bad"},
+        {"query": "question", "pos": ["answer"], "negs": ["wrong"], "neg_2": "bad"},
+        {"passage_text": "answer", "query": "question", "neg": ("wrong", "bad")},
+        {"query_id": "a", "anchor": "question", "text": "answer", "neg": ["wrong", "bad"]},
+        tuple(numpy.array(["question", "answer", "wrong", "bad"])),
         {"first": "question", "second": "answer", "third": "wrong", "fourth": "bad"},
     ],
 )  # fmt: skip
@@ -56,15 +64,88 @@ def test_pairs_in_memory_train_the_model_of_their_file(tmp_path):
     assert weights(tmp_path / "memory") == weights(tmp_path / "file")
 
 
+FRAME = {"query": ["a", "b", "c"], "pos": ["p", "q", "r"], "neg": ["n", "m", "o"]}
+
+
+@pytest.mark.parametrize("names", [("query", "pos", "neg"), ("one", "two", "three")])
+@pytest.mark.parametrize("missing", [None, float("nan"), pandas.NA])
+def test_a_missing_cell_moves_no_other_cell(names, missing):
+    frame = pandas.DataFrame(FRAME).set_axis(names, axis=1)
+    frame.loc[1, names[1]] = missing
+    frame.loc[2, names[2]] = missing
+    with pytest.warns(UserWarning, match="skipped 1 query without a positive"):
+        examples = list(open_dataset(pairs_file(frame)).examples())
+    texts = [
+        (example.query.text, [each.text for each in (*example.positives, *example.negatives)])
+        for example in examples
+    ]
+    assert texts == [("a", ["p", "n"]), ("c", ["r"])]
+    frame.loc[2, names[0]] = missing
+    with pytest.raises(InputError, match=rf"pairs\[2\]\['{names[0]}'\]: found NoneType"):
+        pairs_file(frame)
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ({"query": "a", "pos": "b", "label": 0}, "field 'label' is not read, expected only query"),
+        ({"query": "a", "pos": "b", "pos_score": [1.0]}, "field 'pos_score' is not read"),
+        ({"query": "a", "pos": "b", "neg": "c", "neg_source": "bm25"}, "field 'neg_source' is not"),
+        ({"qid": "1", "query": "a", "text": "b"}, "found the fields qid, query, text; expected"),
+        ({"id": "1", "title": "a", "body": "b"}, "found the fields id, title, body; expected one"),
+        ({"one": "a", "two": "b", "label": "0"}, "found the fields one, two, label; expected one"),
+        ({"question": "a", "context": "b", "answer": "c"}, "found the fields question, context, a"),
+        ({"query": "a", "pos": ["b"], "pos_id": ["1", "2"]}, "found 2 values in 'pos_id' but 1 t"),
+        ({"query": "a", "pos": " "}, r"\['pos'\]: is empty, expected a text"),
+        (("a", "b", 0), r"\[2\]: found int; expected a text"),
+        (("query", 3 * [1]), r"\[1\]: found int; expected a text"),
+        ((None, "text"), r"\[0\]: found NoneType; expected a text"),
+        (("", "text"), r"\[0\]: is empty, expected a text"),
+    ],
+)
+def test_doubtful_fields_and_values_are_refused(pair, message):
+    with pytest.raises(InputError, match=rf"^pairs\[1\](: )?{message}"):
+        pairs_file([("a", "b"), pair])
+
+
+@pytest.mark.parametrize("pairs", ["file.jsonl", Path("x"), 3, {"train": TUPLES}])
+def test_other_containers_are_refused(pairs):
+    with pytest.raises(InputError, match=f"^pairs is {type(pairs).__name__} .*, expected a list"):
+        pairs_file(pairs)
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        ({"hard_negative": ["n"]}, "field 'hard_negative' is not read, expected an object with q"),
+        ({"neg": ["m"], "neg_2": "n"}, "field 'neg_2' is not read, expected an object with query"),
+        ({"label": 0}, r"field 'label' is not read, so rows .*pos=pos&label=label\" makes these"),
+        ({"score": 0.1}, "field 'score' is not read, so rows with a low score count as positive"),
+        # files of other tools
+        ({"label": 1}, None),
+        ({"score": 12.5}, None),
+        ({"neg": ["m"], "pos_scores": [1], "neg_scores": [0], "prompt": "x", "type": "y"}, None),
+        ({"neg_source": "bm25", "negatives": []}, None),
+    ],
+)
+def test_a_file_warns_of_unread_labels_and_negatives_once(record, sentence, tmp_path, recwarn):
+    records = [{"query": f"q{n}", "pos": [f"p{n}"], **record} for n in range(3)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    assert len(open_dataset(path).examples()) == 3
+    found = [str(warning.message) for warning in recwarn]
+    assert len(found) == (sentence is not None)
+    assert all(re.match(f"{re.escape(str(path))}: {sentence}", each) for each in found)
+
+
 @pytest.mark.parametrize(
     "bad",
     [
         ("alone",),
         (),
-        ("query", 3 * [1]),
-        (None, "text"),
+        None,
+        {"a", "b"},
         "some text",
-        {"question": "a", "context": "b", "answer": "c"},
     ],
 )
 def test_other_values_are_refused_with_their_number(bad):
@@ -75,3 +156,5 @@ def test_other_values_are_refused_with_their_number(bad):
 def test_no_pairs_are_refused():
     with pytest.raises(InputError, match="pairs is empty, expected at least one query"):
         pairs_file([])
+    with pytest.raises(InputError, match="pairs has 2 queries, none with a positive, expected at"):
+        pairs_file([("a", None), ("b", "")])
