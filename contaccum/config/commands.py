@@ -41,7 +41,8 @@ class SearchConfig:
     parameters trade speed for recall."""
 
     def check(self, processes: int = 1) -> None:
-        """Raise InputError if settings contradict each other or the number of processes."""
+        """Raise InputError if a setting is not allowed, or contradicts another or the processes."""
+        check_values(self)
         if self.factory == "Flat":
             for name in ("search_params", "index_dir"):
                 if value := getattr(self, name):

@@ -46,7 +46,7 @@ from contaccum.encoder.tower import (
     check_unpad,
     set_attention,
 )
-from contaccum.errors import InputError
+from contaccum.errors import InputError, library_errors
 from contaccum.runtime.checks import require_texts
 from contaccum.runtime.files import refuse_other_files, whole_folder
 from contaccum.runtime.prefetch import prefetch
@@ -449,6 +449,11 @@ class DualEncoder(nn.Module):
         ignore config.json, see ``set_attention``. overrides: values for fields of
         EncoderSettings. A value of None changes nothing.
         """
+        if device is not None:
+            fix = "; expected a device of this machine, such as cpu"
+            kinds = RuntimeError, AssertionError
+            with library_errors(f"device {str(device)!r} cannot be used", *kinds, fix=fix):
+                torch.empty(0, device=device)
         given = {key: value for key, value in overrides.items() if value is not None}
         name = model_folder(name)
         files = read_encoder(name, given)

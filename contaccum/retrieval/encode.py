@@ -101,9 +101,14 @@ class Texts:
 
 
 def load_encoder_of(
-    choice: EncoderConfig, kind: str, texts: Callable[[], Texts], *folders: str | Path | None
+    choice: "EncoderConfig | DualEncoder",
+    kind: str,
+    texts: Callable[[], Texts],
+    *folders: str | Path | None,
 ) -> "DualEncoder":
     """Load an encoder, in a precision that fits texts, or vectors that exist already.
+
+    An encoder that is loaded already is returned.
 
     kind: ``query`` or ``passage``. texts: the texts of this kind to encode. folders: folders with
     vectors or an index of these texts. With the precision ``auto``, the encoder has the precision
@@ -111,6 +116,13 @@ def load_encoder_of(
     """
     from contaccum.encoder.precision import SAMPLE, load_encoder
 
+    if not isinstance(choice, EncoderConfig):
+        if not hasattr(choice, "encode_queries"):
+            raise InputError(
+                f"model is a {type(choice).__name__}, expected a DualEncoder, or the folder or the "
+                "name of an encoder"
+            )
+        return choice
     if choice.precision == "auto":
         for folder in folders:
             if folder and (saved := saved_precision(folder)):
@@ -372,7 +384,7 @@ def training_vectors(
 
 
 def encode(
-    model: EncoderConfig | str | Path,
+    model: "EncoderConfig | DualEncoder | str | Path",
     source: str | Path,
     output: str | Path,
     *,
@@ -388,20 +400,22 @@ def encode(
 
     Return a sentence that describes the result, with the precision of the vectors.
 
-    source: data set, as a path or a name. kind: ``passage`` or ``query``. None: ``query`` for a
-    file of queries, else ``passage``. dtype, shard_size, batch_tokens, format, text: see
-    ``encode_texts``. Processes started by torchrun divide the shards among themselves. A second
-    call encodes only the missing shards. Raises InputError if ``text`` is given without the format
-    ``parquet``.
+    model: an encoder, or the name or config of one. source: data set, as a path or a name. kind:
+    ``passage`` or ``query``. None: ``query`` for a file of queries, else ``passage``. dtype,
+    shard_size, batch_tokens, format, text: see ``encode_texts``. Processes started by torchrun
+    divide the shards among themselves. A second call encodes only the missing shards. Raises
+    InputError if ``text`` is given without the format ``parquet``.
     """
     if text and format != "parquet":
         raise InputError(
             f"text needs format parquet, but format is {format}; npy shards have no texts"
         )
-    model = EncoderConfig.of(model)
-    refuse_input_as_output(output, source, model.model, folder=True)
+    if isinstance(model, str | Path):
+        model = EncoderConfig.of(model)
+    refuse_input_as_output(output, source, getattr(model, "model", None), folder=True)
+    timeout = getattr(model, "timeout_minutes", EncoderConfig.timeout_minutes)
     # after this block, the processes do not wait for each other
-    with joined(model.timeout_minutes) as group, group.main_first():
+    with joined(timeout) as group, group.main_first():
         dataset = open_dataset(source, policy=policy)
         if kind is None:
             kind = "query" if dataset.kind == "queries" else "passage"

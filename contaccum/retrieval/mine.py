@@ -184,7 +184,7 @@ def write_mined(
 
 
 def mine(
-    model: EncoderConfig | str | Path,
+    model: "EncoderConfig | DualEncoder | str | Path",
     data: str | Path,
     output: str | Path,
     *,
@@ -201,21 +201,24 @@ def mine(
     Return the report (see ``write_mined``). Only process 0 writes and returns it; the others return
     {}.
 
+    model: an encoder, the name or the config of an encoder, or ``bm25``.
     data: a BEIR folder or name, or a file of training examples, whose negatives are replaced.
     corpus: passages that may become negatives (a BEIR folder or name, a corpus.jsonl or a passages
     TSV); None: the passages of ``data``. group: processes that share the work. All of them must
     call this function.
     """
     mining.check()
-    model = EncoderConfig.of(model)
+    if isinstance(model, str | Path):
+        model = EncoderConfig.of(model)
+    name = getattr(model, "model", None)
     if Path(output).exists():
         raise InputError(f"{output}: exists already; choose a new path")
-    refuse_input_as_output(about_path(output), data, corpus, model.model)
+    refuse_input_as_output(about_path(output), data, corpus, name)
     with group.main_first():
         passages = open_dataset(corpus, policy=policy).corpus if corpus else None
         queries = MiningQueries(open_dataset(data, split, policy).examples(), passages)
     encoder: DualEncoder | None = None
-    if model.model != BM25_NAME:
+    if name != BM25_NAME:
         settings.check(group.world)
         encoder = load_encoder_of(
             model,
@@ -236,14 +239,17 @@ def mine(
     retriever = Retriever.open(encoder or model, queries.corpus, settings, extra=queries.extra)
     cross_encoder = None
     if mining.cross_encoder is not None:
-        device = str(encoding_device(model.device))
+        device = encoding_device(model.device) if isinstance(model, EncoderConfig) else model.device
         cross_encoder = CrossEncoder(
-            mining.cross_encoder, device, mining.cross_encoder_batch_size, model.trust_remote_code
+            mining.cross_encoder,
+            str(device),
+            mining.cross_encoder_batch_size,
+            getattr(model, "trust_remote_code", False),
         )
     search: dict[str, Any] = {}
     if encoder is not None:
         search = {"precision": retriever.precision, **index_settings(settings)}
-    about = {"model": model.model, "data": data, "split": split, "corpus": corpus, "search": search}
+    about = {"model": name, "data": data, "split": split, "corpus": corpus, "search": search}
     mined = mine_all(queries, retriever, mining, to, cross_encoder, group)
     if not group.is_main:
         for _ in mined:

@@ -4,7 +4,7 @@ import re
 import unicodedata
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -17,9 +17,12 @@ from tqdm.auto import tqdm
 
 from contaccum.config import ENCODER_SETTINGS
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
+from contaccum.config.declare import PositiveInt
+from contaccum.config.load import converted
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.retrieval_set import RetrievalSet, splits_of
 from contaccum.data.tables import column_batches
+from contaccum.data.texts import passage_table, texts_by_id
 from contaccum.errors import InputError
 from contaccum.retrieval.encode import (
     Texts,
@@ -78,7 +81,7 @@ class Retriever(ABC):
     @staticmethod
     def open(
         model: "EncoderConfig | DualEncoder | str | Path",
-        corpus: Dataset | str | Path | Mapping[str, str] | Sequence[str],
+        corpus: Dataset | str | Path | Mapping[str, str] | Iterable[str],
         settings: SearchConfig = DEFAULTS,
         group: Processes = ALONE,
         *,
@@ -87,11 +90,14 @@ class Retriever(ABC):
         """Load the model, then encode or index the corpus.
 
         model: an encoder, the name or the config of an encoder, or ``bm25``. corpus: texts by id, a
-        list of texts (their ids are 0, 1, ...), the path or the name of a data set, or a table of
-        passages with the columns id, title and text. group: processes of this search. They divide
-        the corpus among themselves, must all search for the same queries, and each gets the
-        complete run. extra: positives of the queries that are not in the corpus.
+        list of texts (their ids are 0, 1, ...), the path or the name of a data set, a pandas Series
+        of texts by its index, or a ``datasets.Dataset`` or pandas DataFrame with the columns id (or
+        _id), text and optionally title. A number as an id becomes a text. group: processes of this
+        search. They divide the corpus among themselves, must all search for the same queries, and
+        each gets the complete run. extra: positives of the queries that are not in the corpus.
         ``rank`` returns their scores, but they are never found.
+
+        Raises InputError if a value is no text, or if two ids are equal.
         """
         table = passage_table(corpus)
         if isinstance(model, str | Path):
@@ -102,25 +108,24 @@ class Retriever(ABC):
                 refuse_unused(settings, DEFAULTS, ("embeddings", "factory", "index_dir"))
                 return BM25(table, extra)
             settings.check(group.world)  # before the slow loading
-            folders = (settings.index_dir, settings.embeddings)
-            model = load_encoder_of(model, "passage", lambda: Texts("passage", table), *folders)
+        folders = (settings.index_dir, settings.embeddings)
+        model = load_encoder_of(model, "passage", lambda: Texts("passage", table), *folders)
         return DenseRetriever(model, table, settings, group, extra)
 
     def search(
         self,
-        queries: Mapping[str, str] | Sequence[str],
+        queries: Mapping[str, str] | Iterable[str],
         k: int = 100,
         *,
         ignore_identical_ids: bool = False,
     ) -> Run:
         """Return the k best passages for each query, or fewer if the search finds fewer.
 
-        Passages with equal scores are in the order of the corpus. queries: query id -> text, or a
-        list of texts, whose ids are 0, 1, ...
+        Passages with equal scores are in the order of the corpus. queries: query id -> text, a list
+        of texts (their ids are 0, 1, ...), or another form of ``corpus`` in ``open``.
         ignore_identical_ids: leave out a passage whose id equals the id of the query, as BEIR does.
         """
-        if k < 1:
-            raise InputError(f"k is {k}; expected at least 1")
+        k = converted(PositiveInt, k, "k")
         queries = texts_by_id(queries)
         # one passage more, because one may have the id of the query
         rankings = list(self.rank(queries, k + ignore_identical_ids))
@@ -156,31 +161,6 @@ def refuse_unused(settings: Any, defaults: Any, names: Sequence[str]) -> None:
     for name in names:
         if (value := getattr(settings, name)) != getattr(defaults, name):
             raise InputError(f"{name} {value!r} needs an encoder, and bm25 has none")
-
-
-def passage_table(corpus: Dataset | str | Path | Mapping[str, str] | Sequence[str]) -> Dataset:
-    """Return passages as a table with the columns id, title and text."""
-    if isinstance(corpus, str | Path):
-        return open_dataset(corpus).corpus
-    if not isinstance(corpus, Dataset):
-        texts = texts_by_id(corpus)
-        columns = {"id": list(texts), "title": [""] * len(texts), "text": list(texts.values())}
-        return Dataset.from_dict(columns)
-    if missing := {"id", "title", "text"}.difference(corpus.column_names):
-        raise InputError(
-            f"the table of passages has no column {', '.join(sorted(missing))}; expected id, title "
-            f"and text, found {', '.join(corpus.column_names)}"
-        )
-    return corpus
-
-
-def texts_by_id(texts: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
-    """Return texts by id. The ids of a list are 0, 1, ..."""
-    if isinstance(texts, str):
-        raise InputError(f"found the text {texts[:40]!r}; expected a list of texts, or texts by id")
-    if isinstance(texts, Mapping):
-        return texts
-    return {str(number): text for number, text in enumerate(texts)}
 
 
 class DenseRetriever(Retriever):

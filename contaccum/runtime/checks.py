@@ -33,16 +33,18 @@ def require_utf8(text: str, where: str) -> str:
     return text
 
 
-def require_texts(texts: Iterable[str], what: str, prefix: str) -> list[str]:
+def require_texts(texts: Any, what: str, prefix: str) -> list[str]:
     """Return the texts as a list, each after ``prefix``.
 
-    Raise InputError if ``texts`` is one string or a mapping.
+    Raise InputError if ``texts`` is one string, a mapping or a table.
 
     what: kind of the texts in error messages, such as query.
     """
-    if isinstance(texts, str | Mapping):
-        found = f"one {what} ({texts[:40]!r})" if isinstance(texts, str) else "a mapping"
-        raise InputError(f"found {found}; expected a list of texts")
+    if isinstance(texts, str):
+        raise InputError(f"found one {what} ({texts[:40]!r}); expected a list of texts")
+    is_table = isinstance(texts, Mapping) or hasattr(texts, "columns")
+    if is_table or not isinstance(texts, Iterable):
+        raise InputError(f"found a {type(texts).__name__}; expected a list of texts")
     prefix = require_utf8(prefix, f"{what} prefix")
     return [prefix + require_utf8(text, f"{what} {number}") for number, text in enumerate(texts)]
 

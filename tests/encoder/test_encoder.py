@@ -5,6 +5,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
@@ -228,11 +229,22 @@ def test_one_text_instead_of_a_list_is_refused():
             InputError, match=rf"found one {side} \('the red fox'\); expected a list of texts"
         ):
             encode("the red fox")
-        with pytest.raises(InputError, match="found a mapping; expected a list of texts"):
+        for table in (pandas.DataFrame({"id": ["1"], "text": ["the red fox"]}), None):
+            with pytest.raises(InputError, match=f"found a {type(table).__name__}; expected a li"):
+                encode(table)
+        with pytest.raises(InputError, match="found a dict; expected a list of texts"):
             encode({"q1": "the red fox"})
         with pytest.raises(InputError, match=f"{side} 1: found float; expected a text"):
             encode(["the red fox", float("nan")])
     assert encoder.encode_queries(["the red fox"]).shape == (1, 32)  # control
+
+
+@pytest.mark.parametrize("device", ["gpu", f"cuda:{torch.cuda.device_count()}"])
+def test_a_device_that_the_machine_lacks_is_refused(device, tmp_path):
+    words_encoder().save(tmp_path / "model")
+    assert DualEncoder.load(tmp_path / "model", device="cpu").device.type == "cpu"  # control
+    with pytest.raises(InputError, match=f"^device '{device}' cannot be used .*; expected a"):
+        DualEncoder.load(tmp_path / "model", device=device)
 
 
 def test_threads_can_encode_at_the_same_time():

@@ -301,3 +301,6 @@ def test_a_file_of_queries_is_encoded_as_queries_unless_told_otherwise(kind, is_
     assert not np.allclose(as_query, as_passage)
     _, vectors = all_rows(ShardFolder(tmp_path / "e"))
     np.testing.assert_array_equal(vectors, as_query if is_query else as_passage)
+    loaded = encode(encoder, tmp_path / "queries.jsonl", tmp_path / "loaded", **given)
+    assert loaded.removeprefix(str(tmp_path / "loaded")) == said.removeprefix(str(tmp_path / "e"))
+    np.testing.assert_array_equal(all_rows(ShardFolder(tmp_path / "loaded"))[1], vectors)

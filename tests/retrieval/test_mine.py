@@ -490,6 +490,9 @@ def test_the_report_names_the_search_settings_that_can_change_the_negatives(data
         settings=SearchConfig(**index),
     )
     assert report["search"] == {"precision": "fp32", **index}
+    loaded = DualEncoder.load(models / "encoder", device="cpu")
+    mine(loaded, data, tmp_path / "loaded.jsonl", settings=SearchConfig(**index))
+    assert (tmp_path / "loaded.jsonl").read_bytes() == (tmp_path / "mined.jsonl").read_bytes()
     report = mine(EncoderConfig("bm25"), data, tmp_path / "lexical.jsonl")
     assert report["search"] == {}
 

@@ -228,6 +228,8 @@ def test_what_does_not_go_together_is_refused_in_one_sentence(given, words):
         ({"index_dir": "i"}, 1, "index_dir 'i' has no effect on the exact"),
         ({"factory": "HNSW8", "backend": "torch"}, 1, "'HNSW8' needs one process and faiss"),
         ({"factory": "HNSW8"}, 2, "needs one process and faiss, but 2 were started"),
+        ({"backend": "fais"}, 1, "backend is 'fais', expected one of auto, faiss, torch"),
+        ({"search_params": {"nprobe": 4}}, 1, "search_params is a mapping, expected text"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, processes, words):
@@ -289,7 +291,7 @@ def unconnected(rank: int, world: int) -> Processes:
 def test_no_passages_and_no_queries():
     assert search(names(2), made(2), [], 5) == {"q0": [], "q1": []}
     assert search([], made(0), cut(made(40), 16), 5) == {}
-    with pytest.raises(InputError, match="k is 0; expected at least 1"):
+    with pytest.raises(InputError, match="k is 0, expected at least 1"):
         Retriever.open(WordEncoder(), CORPUS).search({"x": "rings"}, 0)
 
 
@@ -336,8 +338,10 @@ def test_a_corpus_is_a_list_texts_by_id_a_path_or_a_table(tmp_path):
     assert list(runs[0]) == ["0", "1"]
     assert runs[0] == runs[1] == runs[2]
     assert [hits[0][0] for hits in runs[3].values()] == ["2", "1"]
-    with pytest.raises(InputError, match="has no column title; expected id, title and text"):
-        Retriever.open("bm25", CORPUS.remove_columns("title"))
+    with pytest.raises(
+        InputError, match=r"the table has the columns title, text; expected id \(or"
+    ):
+        Retriever.open("bm25", CORPUS.remove_columns("id"))
     with pytest.raises(InputError, match="found the text 'pears'; expected a list of texts"):
         Retriever.open("bm25", texts).search("pears")
 
