@@ -3,7 +3,7 @@
 import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ class TrainSet:
     negatives: Ragged  # n lists; all are empty if no hard negatives were requested
     fingerprint: str  # hash of all content (not of paths), in hexadecimal
     parts: "tuple[Member, ...]" = ()  # the sets of a mixture, in the order of their rows
+    unused: int = 0  # number of queries whose hard negatives were not requested
 
     @property
     def members(self) -> "tuple[Member, ...]":
@@ -147,6 +148,7 @@ def mixture_of(members: Sequence[Member]) -> TrainSet:
         negatives=Ragged.concatenated([part.negatives for part in sets], sizes),
         fingerprint=hashlib.blake2b(fingerprints.encode(), digest_size=16).hexdigest(),
         parts=tuple(members),
+        unused=sum(part.unused for part in sets),
     )
 
 
@@ -169,7 +171,8 @@ def from_examples(examples: ExampleTable, hard_negatives: int, with_scores: bool
     if not with_scores:
         for lists in (positives, negatives):
             lists.scores.fill(np.nan)
-    return _train_set(examples, kept, positives, negatives)
+    unused = 0 if hard_negatives else int(np.count_nonzero(examples.negatives.lengths[kept]))
+    return replace(_train_set(examples, kept, positives, negatives), unused=unused)
 
 
 def _train_set(

@@ -247,6 +247,11 @@ class Training:
                 f"{counted(self.examples, 'query')}, so an update has some of them several "
                 "times; a smaller one makes more updates"
             )
+        if train_set.unused:
+            self.log.say(
+                f"the data has hard negatives for {train_set.unused} of "
+                f"{counted(self.examples, 'query')}; data.hard_negatives 1 would use them"
+            )
         if self.dev and (shared := train_set.shared_queries(self.dev.queries)):
             self.log.say(
                 f"{len(shared)} of {counted(len(self.dev.queries), 'dev query')} are also training "

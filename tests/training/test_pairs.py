@@ -64,6 +64,20 @@ def test_pairs_in_memory_train_the_model_of_their_file(tmp_path):
     assert weights(tmp_path / "memory") == weights(tmp_path / "file")
 
 
+def test_a_run_says_that_hard_negatives_are_not_used(tmp_path, capsys):
+    some = [*TUPLES[:12], *(pair[:2] for pair in TUPLES[12:])]
+    none = {"optim.max_steps": 1}
+    used = {**none, "data.hard_negatives": 1, "data.fill_negatives": "none"}
+    line = "the data has hard negatives for 12 of 20 queries; data.hard_negatives 1 would use them"
+    for name, pairs, changes in (
+        ("unused", some, none),
+        ("used", some, used),
+        ("without", [pair[:2] for pair in TUPLES], none),
+    ):
+        train(train_config("", tmp_path / name, **changes), pairs)
+        assert (line in capsys.readouterr().err) == (name == "unused")
+
+
 FRAME = {"query": ["a", "b", "c"], "pos": ["p", "q", "r"], "neg": ["n", "m", "o"]}
 
 
