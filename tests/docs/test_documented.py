@@ -7,6 +7,7 @@ acceptance tests all.
 
 import contextlib
 import fcntl
+import glob
 import io
 import os
 import re
@@ -17,7 +18,10 @@ import termios
 import threading
 from pathlib import Path
 
+import pandas
+import pyarrow
 import pytest
+from datasets import load_dataset
 from documented import PAGES, ROOT, Command, blocks, commands
 from helpers import write_beir
 from tiny_families import family_folder
@@ -26,10 +30,12 @@ from transformers import BertConfig, BertForSequenceClassification
 from contaccum.cli import main
 from contaccum.cli.commands import COMMANDS as CLI
 from contaccum.cli.parser import parse
+from contaccum.config.commands import SearchConfig
 from contaccum.data.commands import convert
 from contaccum.data.dataset import open_dataset
 from contaccum.encoder import DualEncoder, EncoderSettings, tiny_tower
 from contaccum.errors import InputError
+from contaccum.retrieval.retriever import look
 from contaccum.retrieval.runs import read_run
 
 try:
@@ -371,6 +377,33 @@ def test_duckdb_finds_what_search_finds(place):
     assert {
         len(row[0]) for row in duckdb.sql("SELECT embedding FROM 'passages/*.parquet'").fetchall()
     } == {32}
+
+
+def test_other_libraries_read_the_shards(place):
+    """With the encode commands and the Python of the page."""
+    page = ROOT / "docs/how-to/search.md"
+    for command in (command for block in blocks(page) for command in commands(block)):
+        if command.arguments[0] == "encode":
+            run_here(command)
+    found: dict = {}
+    exec(python_blocks("docs/how-to/search.md")[1], found)
+    model, query = "sentence-transformers/all-MiniLM-L6-v2", "where does the fox live"
+    ours = look(model, "MY_FOLDER", query, 4, settings=SearchConfig(embeddings="vectors"))
+    assert found["found"] == [hit.id for hit in ours[:3]]
+    assert found["scores"][0] == pytest.approx([hit.score for hit in ours[:3]], abs=1e-5)
+    assert found["found"][:2] != [hit.id for hit in ours[1:3]]  # negative control
+
+    corpus = open_dataset("MY_FOLDER").corpus
+    texts = {row["id"]: f"{row['title']} {row['text']}".strip() for row in corpus}
+    text = page.read_text()
+    assert 'pandas.read_parquet(sorted(glob.glob("passages/*.parquet")))' in text
+    frame = pandas.read_parquet(sorted(glob.glob("passages/*.parquet")))
+    assert 'load_dataset("parquet", data_files="passages/*.parquet")' in text
+    rows = load_dataset("parquet", data_files="passages/*.parquet")["train"]
+    for table in (frame, rows):
+        assert dict(zip(table["id"], table["text"], strict=True)) == texts
+    with pytest.raises(pyarrow.ArrowInvalid):  # negative control: the folder has other files
+        pandas.read_parquet("passages")
 
 
 def test_a_terminal_gets_the_bars(place, monkeypatch):
