@@ -19,6 +19,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from contaccum.batch import NO_PASSAGE, RowIds
+from contaccum.config.declare import NonNegativeInt, PositiveFloat
+from contaccum.config.load import converted
 from contaccum.errors import InputError, NotFiniteError
 from contaccum.methods.bank import Bank, BankLogits, BankOptions
 from contaccum.methods.loss import InfoNCE
@@ -55,6 +57,8 @@ class BankLoss:
         only passages in the bank. For row_weight, age_decay, keep and warmup_steps, see
         BankOptions.
         """
+        bank_size = converted(NonNegativeInt | None, bank_size, "bank_size")
+        temperature = converted(PositiveFloat, temperature, "temperature")
         if similarity not in ("cosine", "dot"):
             raise InputError(f"similarity is {similarity!r}; expected cosine or dot")
         self.bank_size, self.similarity, self.hard_negatives = bank_size, similarity, hard_negatives
@@ -221,7 +225,13 @@ def write_bank(folder: Path, state: State) -> None:
 
 
 def read_bank(folder: Path) -> State:
-    """Read the state of a bank from a checkpoint folder."""
+    """Read the state of a bank from a checkpoint folder. Raise InputError if there is none."""
+    if not (folder / BANK_FILE).is_file():
+        raise InputError(
+            f"{folder / BANK_FILE}: no such file; expected a checkpoint that ContAccumCallback "
+            "saved. If it is in another folder, set resume_from_checkpoint in the training "
+            "arguments to it."
+        )
     with safe_open(folder / BANK_FILE, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return tensors, json.loads(file.metadata()["bank"])

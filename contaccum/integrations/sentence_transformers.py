@@ -82,6 +82,11 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         labels: not used.
         """
         features = list(sentence_features)
+        if len(features) < 2:
+            raise InputError(
+                "the data has one column of texts; expected the columns query, positive and, if "
+                "there are any, hard negatives"
+            )
         ids = self._ids(features[1:])
         if self.mini_batch_size is not None:
             return self.forward_cached(features, ids)

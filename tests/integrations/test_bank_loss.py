@@ -44,6 +44,21 @@ def test_a_misspelt_row_weight_is_refused():
         BankLoss(bank_size=8, similarity="dot", row_weight="al")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0}, "temperature is 0, expected more than 0"),
+        ({"temperature": -0.05}, "temperature is -0.05, expected more than 0"),
+        ({"bank_size": -3}, "bank_size is -3, expected at least 0"),
+        ({"bank_size": "8"}, "bank_size is '8', expected a whole number"),
+    ],
+)
+def test_a_temperature_and_a_size_out_of_range_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        BankLoss(**{"bank_size": 8, "similarity": "dot", **options})
+    BankLoss(bank_size=0, similarity="dot", temperature=20)  # control
+
+
 @pytest.mark.parametrize("shape", [(4, 8), (3, 1, 8), (4, 1, 7)])
 def test_passages_of_a_wrong_shape_are_refused(shape):
     loss = BankLoss(bank_size=8, similarity="dot")

@@ -238,7 +238,7 @@ def test_resumed_run_restores_the_bank(data, plain, tmp_path):
             loss={"bank_size": 32},
         )
     (moved / BANK_FILE).unlink()
-    with pytest.raises(FileNotFoundError, match=BANK_FILE):
+    with pytest.raises(InputError, match=f"{BANK_FILE}: no such file; expected a checkpoint that"):
         take(model, rows, tmp_path / "x", str(moved), **saving, resume_from_checkpoint=str(moved))
 
 
@@ -449,6 +449,8 @@ def test_wrong_options_and_calls_are_refused(data, plain, tmp_path):
         take(model, rows, tmp_path / "b", loss={"bank_size": 2})
     with pytest.raises(InputError, match="similarity is 'euclidean'; expected cosine or dot"):
         ContAccumLoss(SentenceTransformer(str(model), device="cpu"), similarity="euclidean")
+    with pytest.raises(InputError, match="the data has one column of texts; expected the columns"):
+        take(model, [{"query": row["query"]} for row in rows], tmp_path / "c")
     trainer, _ = make_trainer(str(model), rows, str(tmp_path / "d"))
     with torch.no_grad():
         next(trainer.model.parameters()).fill_(torch.nan)
