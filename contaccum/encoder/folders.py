@@ -11,7 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Container
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
@@ -79,6 +79,11 @@ class EncoderSettings:
     truncate_dim: Positive | None = None
     """Number of dimensions to keep of each vector, counted from the first. None: keep all
     dimensions."""
+    prompts: dict[str, Prefix] = field(default_factory=dict)
+    """Other prompts of a sentence-transformers model by name, which a saved model has again."""
+    default_prompt: str | None = None
+    """Name of the prompt that sentence-transformers uses in plain ``encode``. None: the passage
+    prefix."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,7 @@ class PromptConfig(TypedDict, total=False):
     """Content of config_sentence_transformers.json: prompts, similarity, truncated width."""
 
     prompts: dict[str, Prefix | None] | None
+    default_prompt_name: str | None
     similarity_fn_name: str | None
     truncate_dim: Positive | None
     model_type: str | None
@@ -345,6 +351,13 @@ def _read_sentence_transformers(name: str, given: Container[str]) -> EncoderFile
             name, query_files.subfolder, query_files.base, tuple(prefixes), given
         )
     settings |= prefixes
+    settings["prompts"] = {
+        key: text
+        for key, text in (about.get("prompts") or {}).items()
+        if text is not None and key not in SIDES
+    }
+    if about.get("default_prompt_name") != "document":  # the default is the passage prefix anyway
+        settings["default_prompt"] = about.get("default_prompt_name")
     if about.get("truncate_dim") is not None:
         settings["truncate_dim"] = about["truncate_dim"]
     return EncoderFiles(settings, query_files, passage_files)

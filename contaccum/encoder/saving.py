@@ -93,7 +93,8 @@ def _write_model(
 ) -> None:
     """Write the modules and prompts of a sentence-transformers model.
 
-    Default prompt: that of ``side`` (query or document).
+    Default prompt: that of ``side`` (query or document), unless the settings name another one for
+    the model.
     """
     rows: list[dict[str, Any]] = []
     for path, kind in modules.items():
@@ -101,10 +102,14 @@ def _write_model(
             {"idx": len(rows), "name": str(len(rows)), "path": path, "type": MODULES + kind}
         )
     write_json(folder / "modules.json", rows)
-    prompts = {"query": settings.query_prefix, "document": settings.passage_prefix}
+    prefixes = {"query": settings.query_prefix, "document": settings.passage_prefix}
+    prompts = {**settings.prompts, **prefixes}
+    default = side if prefixes[side] else None
+    if side == "document" and settings.default_prompt in prompts:
+        default = settings.default_prompt
     config: dict[str, Any] = {
         "prompts": prompts,
-        "default_prompt_name": side if prompts[side] else None,
+        "default_prompt_name": default,
         "similarity_fn_name": settings.similarity,
     }
     if settings.truncate_dim is not None:

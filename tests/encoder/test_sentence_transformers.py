@@ -183,6 +183,28 @@ def test_every_family_has_equal_vectors(family, tmp_path):
     assert max(differences(ours, peer(tmp_path / "ours"))) < 1e-6
 
 
+@pytest.mark.parametrize("default", ["other", "query", None])
+def test_other_prompts_and_the_default_one_are_kept(default, tmp_path):
+    plain = family_folder("bert", tmp_path / "plain")
+    prompts = {"query": "the ", "other": "sea "}
+    theirs = their_model(plain, prompts=prompts, default_prompt_name=default)
+    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
+    DualEncoder.load(tmp_path / "theirs").save(tmp_path / "ours")
+    DualEncoder.load(tmp_path / "ours", query_prefix="a ").save(tmp_path / "again")
+    expected = [theirs.encode(TEXTS, prompt_name=name) for name in (None, "query", "other")]
+    for folder in ("ours", "again"):
+        ours = peer(tmp_path / folder)
+        found = [ours.encode(TEXTS, prompt_name=name) for name in (None, "query", "other")]
+        apart = [np.abs(one - other).max() for one, other in zip(found, expected, strict=True)]
+        changed = folder == "again"  # negative control: only the query prefix is another
+        assert [distance > 5e-4 for distance in apart] == [
+            changed and default == "query",
+            changed,
+            False,
+        ]
+        assert ours.default_prompt_name == default
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_dense_layers_load_train_and_save(normalize, tmp_path):
     theirs = their_model(family_folder("bert", tmp_path / "plain"), dense=True, normalize=normalize)
