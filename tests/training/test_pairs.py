@@ -152,6 +152,17 @@ def test_a_file_warns_of_unread_labels_and_negatives_once(record, sentence, tmp_
     assert all(re.match(f"{re.escape(str(path))}: {sentence}", each) for each in found)
 
 
+def test_the_name_in_the_warning_of_a_label_makes_hard_negatives(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    records = [{"query": "a", "pos": [f"p{label}"], "label": label} for label in (0, 1)]
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    with pytest.warns(UserWarning, match="field 'label' is not read") as warned:
+        (ignored,) = open_dataset(path).examples()
+    (read,) = open_dataset(str(warned[0].message).split('"')[1], "train").examples()
+    for example, negatives in ((ignored, []), (read, ["p0"])):
+        assert [each.text for each in example.negatives] == negatives
+
+
 @pytest.mark.parametrize(
     "bad",
     [
