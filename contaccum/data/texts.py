@@ -6,23 +6,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset
+import pyarrow.compute as pc  # type: ignore[import-untyped]
+from datasets import Dataset, Value
 
 from contaccum.data.dataset import open_dataset
 from contaccum.data.tables import PASSAGE_COLUMNS
 from contaccum.errors import InputError
 from contaccum.runtime.checks import require_utf8
-from contaccum.runtime.files import cache_folder
 
 
 def passage_table(corpus: Any) -> Dataset:
     """Return passages as a table with the columns id, title and text. See ``Retriever.open``."""
     if isinstance(corpus, str | Path):
         return open_dataset(corpus).corpus
-    files = corpus.cache_files if isinstance(corpus, Dataset) else []
-    if files and all(Path(file["filename"]).is_relative_to(cache_folder()) for file in files):
-        return corpus  # a table of ``open_dataset``, which can be larger than memory
+    if isinstance(corpus, Dataset) and _is_complete(corpus):
+        return corpus  # it can be larger than memory
     return Dataset.from_dict(dict(zip(PASSAGE_COLUMNS, columns_of(corpus, "passage"), strict=True)))
+
+
+def _is_complete(corpus: Dataset) -> bool:
+    """Return whether a table has ids, titles and texts, none missing, and no id twice."""
+    if any(corpus.features.get(name) != Value("string") for name in PASSAGE_COLUMNS):
+        return False
+    columns = [corpus.data.column(name) for name in PASSAGE_COLUMNS]  # also of unselected rows
+    unique = pc.count_distinct(columns[0]).as_py() == len(columns[0])
+    return unique and not any(column.null_count for column in columns)
 
 
 def texts_by_id(queries: Any) -> dict[str, str]:

@@ -7,6 +7,7 @@ import pytest
 from datasets import Dataset
 from word_encoder import WordEncoder
 
+from contaccum.data.texts import passage_table
 from contaccum.errors import InputError
 from contaccum.retrieval.retriever import Retriever
 
@@ -38,6 +39,17 @@ def test_every_form_of_a_corpus_is_the_same_corpus(corpus, model):
     assert found.search(pandas.Series(list(queries.values()), index=[3, 4]), 3) == expected
     titled = Dataset.from_dict({"id": IDS, "text": TEXTS, "title": ["None", "", ""]})
     assert Retriever.open(model, titled).search(queries, 3) != expected  # negative control
+
+
+def test_a_complete_table_is_not_copied():
+    """It can be larger than memory."""
+    columns = {"id": IDS, "title": [""] * 3, "text": TEXTS}
+    table = Dataset.from_dict(columns)
+    assert passage_table(table) is table
+    part = table.select([0, 2])
+    assert passage_table(part) is part
+    for other in ({"id": NUMBERS}, {"title": [None, "", ""]}):
+        assert passage_table(Dataset.from_dict(columns | other))[:] == columns
 
 
 @pytest.mark.parametrize(
