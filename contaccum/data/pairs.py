@@ -96,9 +96,10 @@ def fields_of(names: Sequence[Any], where: str) -> dict[Any, str]:
             fields[name] = lower
         elif NEGATIVE_NAMES.fullmatch(lower):
             fields[name] = "neg"
-        else:
-            usual = (field for field in ("query", "pos") if lower in USUAL_NAMES[field])
-            fields.update((name, field) for field in usual)
+        elif lower in USUAL_NAMES["query"]:
+            fields[name] = "query"
+        elif lower in USUAL_NAMES["pos"]:
+            fields[name] = "pos"
     others = [name for name in names if name not in fields]
     missing = [field for field in ("query", "pos") if field not in fields.values()]
     if len(missing) == 1 and len(others) == 1:

@@ -21,7 +21,7 @@ from contaccum.runtime.units import counted
 
 RESAMPLES = 9999
 """Number of random sign flips. With n <= EXACT queries, all 2^n sign flips are used instead."""
-EXACT = 13
+EXACT = 13  # 2^13 is at most RESAMPLES
 BOOTSTRAP_SAMPLES = 2000
 BATCH = 256  # number of sign flips in memory at a time
 # metrics are at most 1, so a smaller difference is a rounding error of means over seeds

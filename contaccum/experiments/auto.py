@@ -35,6 +35,7 @@ from datasets import Dataset
 
 from contaccum.config import DataConfig, TrainConfig
 from contaccum.config.experiments import AutoConfig
+from contaccum.config.load import flat
 from contaccum.data.dataset import load_training, open_dataset, require_other_dev
 from contaccum.data.dev_set import hold_out, write_dev_set
 from contaccum.data.retrieval_set import splits_of
@@ -73,7 +74,7 @@ from contaccum.runtime.units import duration
 from contaccum.training.log import read_log
 from contaccum.training.loop import Training
 from contaccum.training.parts import build_encoder
-from contaccum.training.run_folder import METRICS_FILE, flat
+from contaccum.training.run_folder import METRICS_FILE
 
 BANK = {"bank.age_decay": "1.0", "bank.row_weight": "current"}
 RECIPES: tuple[dict[str, str], ...] = (

@@ -12,6 +12,7 @@ from pathlib import Path
 from contaccum.catalog import source_of
 from contaccum.config import METHOD_SPECS, DataConfig, TrainConfig, validate
 from contaccum.config.experiments import CompareConfig
+from contaccum.config.load import flat
 from contaccum.data.dataset import is_trained_on, require_other_dev
 from contaccum.errors import Failed, InputError
 from contaccum.experiments.jobs import (
@@ -48,7 +49,6 @@ from contaccum.runtime.files import created_folder, write_json
 from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
 from contaccum.runtime.units import counted
-from contaccum.training.run_folder import flat
 
 BASELINES: tuple[Kind, ...] = ("bm25", "untrained")
 FULL = Fraction(1)

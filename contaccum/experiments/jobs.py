@@ -23,6 +23,7 @@ import torch
 
 from contaccum.config import TrainConfig, affects, from_mapping
 from contaccum.config.commands import EncoderConfig, SearchConfig
+from contaccum.config.load import flat
 from contaccum.data.dataset import load_training, open_dataset
 from contaccum.data.identity import text_hash
 from contaccum.data.retrieval_set import RetrievalSet
@@ -46,7 +47,6 @@ from contaccum.training.run_folder import (
     METRICS_FILE,
     config_differences,
     files_hash,
-    flat,
 )
 
 POLL_SECONDS = 0.1

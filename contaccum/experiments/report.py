@@ -36,12 +36,12 @@ def about_seeds(found: Sequence[Difference]) -> str:
     """Return a sentence that says whether the tests are over seeds, too."""
     single = [one.group.label for one in found if one.found.both is None]
     if not single:
-        return "p and the interval are over queries and seeds"
+        return "The interval and p are over queries and seeds"
     if len(single) == len(found):
-        return "p and the interval are over queries only, because no pair has several seeds"
+        return "The interval and p are over queries only, because there are too few seeds"
     return (
-        "p and the interval are over queries and seeds; over queries only, because neither has "
-        f"several seeds or one has a single seed: {', '.join(single)}"
+        "The interval and p are over queries and seeds, but over queries only where there are too "
+        f"few seeds: {', '.join(single)}"
     )
 
 
@@ -203,9 +203,8 @@ def results_section(
             "The difference is a mean over seeds and "
             f"{counted(found[0].found.queries, 'query')}. p queries (a permutation test with sign "
             "flips) asks whether the difference of these trained models holds for other queries. "
-            f"{about_seeds(found)[0].upper()}{about_seeds(found)[1:]}. Over both means min F' "
-            "(Clark 1973), but at least the p of a t-test over the seeds and, with up to 13 "
-            "queries, at least p queries. "
+            f"{about_seeds(found)}. Over both means min F' (Clark 1973), but at least the p of a "
+            "t-test over the seeds and, with up to 13 queries, at least p queries. "
             f"Both p are two-sided, and corrected by Holm's method for the {len(found)} "
             "comparisons of this report; the interval is not corrected. If the reference method "
             "has several settings, its best setting is the reference."

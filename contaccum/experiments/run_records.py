@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from contaccum.config import affects, train_settings
+from contaccum.config.load import flat
 from contaccum.errors import InputError
 from contaccum.evaluation.metrics import read_metrics
 from contaccum.evaluation.significance import Comparison, QueryScores, compare, holm
@@ -20,7 +21,6 @@ from contaccum.training.run_folder import (
     CONFIG_FILE,
     FINISHED_FILE,
     METRICS_FILE,
-    flat,
     read_config,
 )
 

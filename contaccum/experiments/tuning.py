@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from contaccum.config import TrainConfig, affects
 from contaccum.config.groups import OptimConfig
+from contaccum.config.load import flat
 from contaccum.errors import InputError
 from contaccum.experiments.measure import measure_step
 from contaccum.experiments.page import MISSING, Section, Table, number
 from contaccum.experiments.settings import Values, Variant
 from contaccum.runtime.files import read_json, write_json
-from contaccum.training.run_folder import flat
 
 TIMES_FILE = "step_times.json"
 LONGER = 3

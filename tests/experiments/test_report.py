@@ -105,7 +105,7 @@ def test_console_shows_the_best_run_first(tmp_path):
     about_p, seeds, table = console_report(runs, "ndcg@10", runs[0]).split("\n", 2)
     assert about_p.startswith("p: probability of such a difference by chance")
     assert len(about_p) <= 120
-    assert seeds == "p and the interval are over queries only, because no pair has several seeds"
+    assert seeds == "The interval and p are over queries only, because there are too few seeds"
     heads, _, *rows = cells(table)
     assert heads == [
         "run", "ndcg@10", "minus a", "95 % interval", "p", "train s", "peak MiB",
@@ -370,8 +370,8 @@ def test_p_is_over_queries_where_a_setting_has_a_single_seed(tmp_path):
     assert found[1].found.p_both is None
     assert 0 < 2 * raw[1] < raw[0] < 0.5
     assert [one.p for one in found] == [raw[0], 2 * raw[1]]  # the smaller of two is doubled
-    assert about_seeds(found).endswith("or one has a single seed: c0")
-    assert about_seeds(found[:1]) == "p and the interval are over queries and seeds"
+    assert about_seeds(found).endswith("only where there are too few seeds: c0")
+    assert about_seeds(found[:1]) == "The interval and p are over queries and seeds"
     rows = {row["run"]: row for row in results(groups, "ndcg@10", found)}
     one, two = found[0].found, found[1].found
     assert (rows["b"]["low"], rows["b"]["high"]) == one.both != (one.low, one.high)
