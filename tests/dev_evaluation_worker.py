@@ -40,5 +40,5 @@ def main(arguments: list[str]) -> None:
     training.evaluate()
     write_json(
         f"{output}.{engine.rank}.json",
-        {"mean": metrics, "best": training.best, "encoded": sum(encoded)},
+        {"mean": metrics, "best": training.dev.best, "encoded": sum(encoded)},
     )

@@ -54,7 +54,7 @@ def _train(config: TrainConfig) -> None:
     validate(config, process_place()[1], warn=False)
     with announced(LIBRARIES):
         from contaccum.training.loop import train
-        from contaccum.training.run_folder import next_steps
+        from contaccum.training.messages import next_steps
 
     if is_main():
         if config.resume and not Path(config.output_dir).exists():

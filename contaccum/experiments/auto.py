@@ -499,7 +499,7 @@ class Auto:
                 machine = "faster" if training.total > state.steps else "slower"
                 changed = f" (not {state.steps}, because this machine is {machine} than expected)"
             state.steps = training.total
-            state.best = max(state.best or 0.0, training.best.get("score", 0.0))
+            state.best = max(state.best or 0.0, training.dev.best.get("score", 0.0))
             self.say(f"training: step {training.done} of {training.total}{changed}")
 
         pace = Pace(
@@ -578,7 +578,7 @@ class Pace:
         if len(self.steps) >= 2:
             # a median, because some steps include an evaluation or a checkpoint
             step = statistics.median(self.steps[-20:])
-            if self.evaluation and training.evaluated == training.done - 1:
+            if self.evaluation and training.dev.evaluated == training.done - 1:
                 # the dev evaluation before this step shows whether the machine is slower now
                 self.slower = max(1.0, (self.steps[-1] - step) / self.evaluation)
             total = self._affordable(training.done, now, step)

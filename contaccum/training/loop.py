@@ -9,22 +9,18 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from contaccum.batch import MicroBatch
-from contaccum.config import METRIC_CUTS, TrainConfig, parse_bytes, to_yaml, validate
-from contaccum.config.commands import SearchConfig
+from contaccum.config import TrainConfig, parse_bytes, to_yaml, validate
 from contaccum.config.load import CONFIG_VERSION
 from contaccum.data.dataset import load_training, open_dataset, require_other_dev
-from contaccum.data.dev_set import sample_passages
 from contaccum.data.pairs import pairs_file
-from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.data.train_set import TrainSet
 from contaccum.encoder import SETTINGS_FILE
 from contaccum.errors import InputError, Interrupted, NotFiniteError
-from contaccum.evaluation.evaluate import evaluate
 from contaccum.evaluation.metrics import Metrics
 from contaccum.methods import METHODS
 from contaccum.methods.loss import LossValue
@@ -33,16 +29,15 @@ from contaccum.runtime.files import write_json, write_text
 from contaccum.runtime.launch import StopSignals, process_place, refuse_ignored_launch
 from contaccum.runtime.prefetch import prefetch
 from contaccum.runtime.processes import training_defaults
-from contaccum.runtime.units import counted
-from contaccum.training import automatic, parts, run_folder
+from contaccum.training import automatic, messages, parts, run_folder
 from contaccum.training.checkpoint import restore_bank, restore_optimizer, save_checkpoint
+from contaccum.training.dev_evaluator import DevEvaluator
 from contaccum.training.drift import Drift
 from contaccum.training.log import RunLog, mean_losses, named_queries, write_environment
 from contaccum.training.out_of_memory import advice, build_size, out_of_memory, shrink
 from contaccum.training.run_folder import newest_checkpoint
 from contaccum.training.trackers import check_trackers
 
-DEV_DEPTH = max(METRIC_CUTS)  # number of passages to retrieve for each dev query
 SAVE_SECONDS = 600.0  # maximum time between two checkpoints
 BANK_CHECK_STEPS = 100  # steps between two checks that the banks of all processes are equal
 
@@ -75,8 +70,8 @@ def train(
     with training_defaults(), StopSignals() as signals, run_folder.claimed_folder(config):
         finished = run_folder.finished_identity(config)
         if finished is not None:
-            data = load_data(config)
-            now = run_folder.run_identity(config, process_place()[1], data.train_set, data.dev)
+            train_set, dev = load_data(config)
+            now = run_folder.run_identity(config, process_place()[1], train_set, dev.dev_set)
             folder = Path(config.output_dir)
             run_folder.refuse_other_identity(folder, finished, now, config.allow_changes)
             return folder / "model"
@@ -106,25 +101,15 @@ def train(
         return training.folder / "model"
 
 
-class RunData(NamedTuple):
-    """Data of a training run."""
-
-    train_set: TrainSet
-    dev: RetrievalSet | None
-    dev_corpus_size: int  # number of passages of the dev set before ``dev`` got a sample of them
-
-
-def load_data(config: TrainConfig) -> RunData:
+def load_data(config: TrainConfig) -> tuple[TrainSet, DevEvaluator]:
     """Load the training set and the dev set. Both are in the cache after the first call."""
-    require_other_dev(config.data)
-    train_set = load_training(config.data, config.distils)
-    if not config.data.dev:
-        return RunData(train_set, None, 0)
-    whole = open_dataset(config.data.dev, config.data.dev_split, config.data.policy).retrieval_set
-    passages = len(whole.corpus)
-    # the same sample for every seed, so that the dev scores of several seeds can be compared
-    dev = sample_passages(whole, config.data.dev_passages or passages, seed=0)
-    return RunData(train_set, dev, passages)
+    data = config.data
+    require_other_dev(data)
+    train_set = load_training(data, config.distils)
+    dev_set = None
+    if data.dev:
+        dev_set = open_dataset(data.dev, data.dev_split, data.policy).retrieval_set
+    return train_set, DevEvaluator(dev_set, data.dev_passages, config.run)
 
 
 class Training:
@@ -146,15 +131,7 @@ class Training:
 
         # data
         with engine.main_first():  # process 0 fills the cache, and the others read it
-            data = load_data(config)
-        train_set = data.train_set
-        self.dev = data.dev
-        self.whole_dev = False  # whether the dev corpus is not a sample
-        self.dev_label = config.run.metric  # name of the dev score for people
-        if self.dev:
-            self.whole_dev = len(self.dev.corpus) == data.dev_corpus_size
-            if not self.whole_dev:
-                self.dev_label += f" on {len(self.dev.corpus)} of {data.dev_corpus_size} passages"
+            train_set, self.dev = load_data(config)
         compared = {
             "checkpoint": str(checkpoint.state["step"]) if checkpoint else "",
             "config": to_yaml(config),
@@ -206,13 +183,8 @@ class Training:
         self.total = run_folder.total_steps(config, self.examples)
 
         # state of the run
-        self.identity = run_folder.run_identity(config, engine.world, train_set, self.dev)
+        self.identity = run_folder.run_identity(config, engine.world, train_set, self.dev.dev_set)
         self.done = 0  # number of finished steps
-        # score before training, its metric and dev set, if it was evaluated
-        self.start: dict[str, Any] = {}
-        self.best: dict[str, Any] = {}  # step, score, metric and dev set of the best evaluation
-        self.evaluated = 0  # step of the last evaluation
-        self.worse = 0  # evaluations since the best one
         self.saved = time.monotonic()  # time of the last checkpoint
         self.saved_step = 0  # step of the last checkpoint
         # work of the current step for the progress lines, in forward passes of a token: expected,
@@ -233,49 +205,10 @@ class Training:
             if self.done < self.total or not checkpoint:
                 write_environment(self.folder, engine)
         self.log = RunLog(engine.is_main, config, self.total, self.done)
-        self.say_what_is_trained(train_set)
-
-    def say_what_is_trained(self, train_set: TrainSet) -> None:
-        """Print the first lines of a run: number of updates, doubtful settings, the encoder."""
-        config = self.config
-        pairs, left = config.batch.global_batch_size, self.total - self.done
-        updates = f"{counted(left, 'update')} of {counted(pairs, 'pair')}"
-        self.log.say(f"training: {updates} with {config.method}")
-        if pairs > self.examples:
-            self.log.say(
-                f"batch.global_batch_size is {pairs}, but the training set has only "
-                f"{counted(self.examples, 'query')}, so an update has some of them several "
-                "times; a smaller one makes more updates"
-            )
-        if train_set.unused:
-            self.log.say(
-                f"the data has hard negatives for {train_set.unused} of "
-                f"{counted(self.examples, 'query')}; data.hard_negatives 1 would use them"
-            )
-        if self.dev and (shared := train_set.shared_queries(self.dev.queries)):
-            self.log.say(
-                f"{len(shared)} of {counted(len(self.dev.queries), 'dev query')} are also training "
-                "queries, so the dev score is too high"
-            )
-        if self.bank.size and config.bank.warmup_steps >= self.total:
-            self.log.say(
-                f"bank.warmup_steps is {config.bank.warmup_steps}, but the run has only "
-                f"{counted(self.total, 'step')}, so the loss never uses the bank"
-            )
-        if parts.step_count(config.optim.warmup_steps, self.total) >= self.total > 1:
-            self.log.say(
-                f"optim.warmup_steps is {config.optim.warmup_steps:g}, but the run has only "
-                f"{counted(self.total, 'step')}, so the learning rate hardly reaches "
-                "optim.learning_rate"
-            )
-        settings = self.encoder.settings
-        self.log.say(
-            f"{config.model.name}: {settings.pooling} pooling, {settings.similarity} similarity, "
-            f"{'one encoder' if settings.tie_towers else 'two encoders'}, at most "
-            f"{settings.max_query_length} tokens per query and {settings.max_passage_length} per "
-            "passage"
-        )
-        self.log.say(automatic.description(config))
+        for line in messages.first_lines(
+            config, train_set, self.dev.dev_set, self.encoder.settings, self.total, self.done
+        ):
+            self.log.say(line)
 
     def resume(self, checkpoint: run_folder.Checkpoint, optimizer: torch.optim.Optimizer) -> None:
         """Continue from a checkpoint. If the data changed, the bank starts empty."""
@@ -293,10 +226,12 @@ class Training:
                 f"continuing with {size} instead of {size.sizes[0]}, because memory ran out before",
                 file=sys.stderr,
             )
-        self.start = state.get("start", {})
-        self.best = state["best"]
-        self.evaluated = state["evaluated"]
-        self.worse = state["worse"]
+        model_saved = True
+        if self.dev.dev_set and state["best"]:
+            model_file = self.folder / "model" / SETTINGS_FILE
+            model_saved = self.engine.from_main(str(model_file.is_file())) == "True"
+        if why := self.dev.load_state(state, model_saved):
+            warnings.warn(f"the best score so far is ignored: {why}", stacklevel=2)
 
         same_data = state["identity"]["data"] == self.identity["data"]
         if same_data and (self.bank.size or state["bank"]["size"]):
@@ -307,17 +242,6 @@ class Training:
             if self.bank.size and state["bank"]["stored"]:
                 warnings.warn("the bank starts empty, because the data changed", stacklevel=2)
 
-        if self.dev and not self.measure().items() <= self.start.items():
-            self.start = {}
-        if self.dev and self.best:
-            model_file = self.folder / "model" / SETTINGS_FILE
-            saved = self.engine.from_main(str(model_file.is_file())) == "True"
-            if not saved or not self.measure().items() <= self.best.items():
-                self.best = {}
-                self.worse = 0
-                self.evaluated = 0  # evaluate this step again if an evaluation is due
-                why = "the metric or the dev set changed" if saved else "its model was deleted"
-                warnings.warn(f"the best score so far is ignored: {why}", stacklevel=2)
         if self.engine.is_main:
             print(f"resuming at step {self.done} from {checkpoint.folder}", file=sys.stderr)
 
@@ -327,9 +251,9 @@ class Training:
         Log, evaluate and save at the steps that the config sets.
         """
         config, engine, bank = self.config, self.engine, self.bank
-        if self.done == 0 and self.dev and config.run.eval_steps:
+        if self.done == 0 and self.dev.dev_set and config.run.eval_steps:
             self.evaluate_before_training()
-        elif self._evaluation_due() and self.evaluated < self.done:
+        elif self.dev.due(self.done, self.total) and self.dev.evaluated < self.done:
             # the evaluation of this step failed, or its score cannot be compared any more
             self.evaluate()
             self.save()
@@ -337,7 +261,7 @@ class Training:
         engine.reset_peak_memory()
         prepared = self.prefetch_steps()
         try:
-            while self.done < self.total and not self.stopped_early():
+            while self.done < self.total and not self.dev.stops_early():
                 # take one step: forward and backward passes, and the update of the weights
                 start = time.perf_counter()
                 micro_batches = next(prepared)
@@ -368,10 +292,10 @@ class Training:
                 values["pairs_per_second"] = config.batch.global_batch_size / seconds
                 if self.done_every(config.run.drift_steps):
                     values |= self.drift.measure()
-                self.log.step(values, self.evaluations_left())
+                self.log.step(values, self.dev.left(self.total))
 
                 # evaluate
-                if self._evaluation_due():
+                if self.dev.due(self.done, self.total):
                     try:
                         self.evaluate()
                     except Exception:
@@ -379,7 +303,7 @@ class Training:
                         raise
 
                 # save, and stop after a signal to any process
-                last = self.done == self.total or self.stopped_early()
+                last = self.done == self.total or self.dev.stops_early()
                 stop = engine.largest(self.signals.received)
                 save = self.checkpoint_due(last) or stop > 0
                 check_bank = engine.world > 1 and (save or self.done_every(BANK_CHECK_STEPS))
@@ -399,21 +323,18 @@ class Training:
 
     def finish(self) -> None:
         """End a run: its model is saved, and checkpoints that nobody asked for are deleted."""
-        if self.dev is None:
+        start, best = self.dev.start, self.dev.best
+        if self.dev.dev_set is None:
             self._save_model()
-        elif self.start and self.best["score"] <= self.start["score"]:
+        elif start and best["score"] <= start["score"]:
             self.log.say(
-                f"training did not help: dev {self.dev_label} is {self.start['score']:.4f} before "
-                f"training and {self.best['score']:.4f} at best after it. Try a lower "
+                f"training did not help: dev {self.dev.label} is {start['score']:.4f} before "
+                f"training and {best['score']:.4f} at best after it. Try a lower "
                 "optim.learning_rate, or keep the model that you started from."
             )
         self.engine.barrier()
         if self.engine.is_main and self.config.run.keep_checkpoints is None:
             run_folder.finish(self.folder, self.total, self.examples, self.identity)
-
-    def stopped_early(self) -> bool:
-        """Return whether the last evaluations were all below the best one (run.early_stopping)."""
-        return 0 < self.config.run.early_stopping <= self.worse
 
     def prefetch_steps(self) -> Generator[list[MicroBatch], None, None]:
         """Yield the micro-batches of each remaining step.
@@ -563,7 +484,7 @@ class Training:
         if self.signals.received and self.engine.world == 1:
             raise self.interrupted(self.signals.received)
         done = self.done + self.work_done / self.step_work
-        self.log.inside_step(done, self.evaluations_left())
+        self.log.inside_step(done, self.dev.left(self.total))
         self.work_done += tokens * (3 if graph else 1)
 
     def interrupted(self, number: int) -> Interrupted:
@@ -589,25 +510,6 @@ class Training:
         late = time.monotonic() - self.saved > SAVE_SECONDS
         return self.engine.largest(int(late)) > 0 or self.done_every(run.save_steps)
 
-    def _evaluation_due(self) -> bool:
-        every = self.config.run.eval_steps
-        if self.dev is None or (self.done < self.total and not self.done_every(every)):
-            return False
-        # the evaluation of the last step soon follows
-        left = self.total - self.done
-        return left <= 0 or left >= parts.step_count(every, self.total) / 2
-
-    def evaluations_left(self) -> int:
-        """Return the number of dev evaluations until the end of the run."""
-        if self.dev is None:
-            return 0
-        every = parts.step_count(self.config.run.eval_steps, self.total)
-        if every == 0:
-            return 1
-        # at multiples of ``every``, but not shortly before the last step, and at the last step
-        last = int((self.total - every / 2) // every)
-        return max(0, last - self.evaluated // every) + 1
-
     def save_good_state(self) -> str:
         """Save a checkpoint if all weights are finite.
 
@@ -629,65 +531,44 @@ class Training:
     def evaluate_before_training(self) -> None:
         """Evaluate the model that training starts from, so that one can see what training does."""
         metrics, seconds = self._dev_metrics()
-        name = self.config.run.metric
-        self.start = {"score": metrics["mean"][name], **self.measure()}
-        self.log.evaluation(0, metrics["mean"], name, seconds)
-        self.log.say(f"before training: dev {self.dev_label} {self.start['score']:.4f}")
+        score = metrics["mean"][self.config.run.metric]
+        self.dev.set_start(score)
+        self.log.evaluation(0, metrics["mean"], self.config.run.metric, seconds)
+        self.log.say(f"before training: dev {self.dev.label} {score:.4f}")
 
     def evaluate(self) -> None:
         """Evaluate the current model on the dev set.
 
         If its score is the best of the run so far, save the model to ``model/``.
         """
-        assert self.dev is not None
-        name = self.config.run.metric
         metrics, seconds = self._dev_metrics()
-        score = metrics["mean"][name]
-        better = not self.best or score > self.best["score"]
-        self.worse = 0 if better else self.worse + 1
+        score = metrics["mean"][self.config.run.metric]
+        better = self.dev.is_best(score)
         if better:
             self._save_model()
             if self.engine.is_main:
                 write_json(
                     self.folder / run_folder.DEV_METRICS_FILE,
-                    {"step": self.done, "label": self.dev_label, **metrics},
+                    {"step": self.done, "label": self.dev.label, **metrics},
                 )
-            self.best = {"step": self.done, "score": score, **self.measure()}
-        self.log.evaluation(self.done, metrics["mean"], name, seconds)
+        self.log.evaluation(self.done, metrics["mean"], self.config.run.metric, seconds)
         # not earlier: if saving the model fails, a resumed run evaluates this step again
-        self.evaluated = self.done
+        self.dev.add(self.done, score)
         self.log.say(
-            f"step {self.done}: dev {self.dev_label} {score:.4f}"
+            f"step {self.done}: dev {self.dev.label} {score:.4f}"
             f"{' (best so far)' if better else ''}"
         )
-        if self.stopped_early():
+        if self.dev.stops_early():
             self.log.say(
-                f"stopping after step {self.done} of {self.total}: {self.worse} evaluations "
+                f"stopping after step {self.done} of {self.total}: {self.dev.worse} evaluations "
                 "without a better dev score"
             )
 
-    def measure(self) -> dict[str, str]:
-        """Return what a dev score depends on besides the model."""
-        assert self.dev is not None
-        return {"metric": self.config.run.metric, "dev": self.dev.fingerprint()}
-
     def _dev_metrics(self) -> tuple[Metrics, float]:
         """Return the metrics of the current model on the dev set, and the seconds it took."""
-        assert self.dev is not None
-        # commands that use the trained model find the vectors of the last evaluation
-        cache = self.done >= self.total and self.config.run.precision == "fp32" and self.whole_dev
-        settings = SearchConfig(batch_tokens=self.config.run.eval_batch_tokens, cache=cache)
         if not self.log.bar_shown:
-            self.log.say(
-                f"step {self.done}: evaluating on {counted(len(self.dev.queries), 'dev query')} "
-                f"and {counted(len(self.dev.corpus), 'passage')}"
-            )
-        began = time.monotonic()
-        with self.engine.unmeasured(), self.engine.autocast():
-            metrics = evaluate(
-                self.encoder, self.dev, k=DEV_DEPTH, settings=settings, group=self.engine
-            )
-        return metrics, time.monotonic() - began
+            self.log.say(f"step {self.done}: evaluating on {self.dev.sizes()}")
+        return self.dev.metrics(self.encoder, self.engine, last=self.done >= self.total)
 
     def _save_model(self) -> None:
         """Save the model, and move metrics.json away if it belongs to an older one."""
@@ -713,10 +594,7 @@ class Training:
             state = {
                 "step": self.done,
                 "identity": self.identity,
-                "start": self.start,
-                "best": self.best,
-                "evaluated": self.evaluated,
-                "worse": self.worse,
+                **self.dev.state(),
                 "scaler": engine.scaler.state_dict(),
                 "micro_batch": self.micro_batch_size.state(),
             }

@@ -18,7 +18,6 @@ import hashlib
 import math
 import os
 import re
-import shlex
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -32,7 +31,7 @@ from contaccum.config.load import CONFIG_VERSION, check_version, flat, read_yaml
 from contaccum.data.dataset import is_trained_on
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.data.train_set import TrainSet
-from contaccum.encoder import SETTINGS_FILE, TOWERS, model_folder
+from contaccum.encoder import SETTINGS_FILE, model_folder
 from contaccum.errors import InputError
 from contaccum.runtime.files import (
     is_leftover,
@@ -318,30 +317,3 @@ def finish(run: Path, total: int, examples: int, identity: dict[str, Any]) -> No
         remove_folder(folder)
     with suppress(OSError):  # it has files of somebody else
         (run / "checkpoints").rmdir()
-
-
-def next_steps(config: TrainConfig, model: Path) -> list[str]:
-    """Return lines for the end of a run: which model was kept, and the next command.
-
-    model: folder of the trained model.
-    """
-    lines = []
-    if (model / TOWERS[0]).is_dir():
-        lines.append(
-            "two encoders, for queries and passages: in sentence-transformers, use encode_query "
-            "and encode_document (encode takes a text for a passage)"
-        )
-    scores = Path(config.output_dir) / DEV_METRICS_FILE
-    if config.data.dev is not None and scores.is_file():
-        metrics = read_json(scores)
-        score = metrics["mean"][config.run.metric]
-        lines.append(
-            f"the model is from step {metrics['step']}, the one with the best dev "
-            f"{metrics['label']}: {score:.4f}"
-        )
-    # training data that were mined have no test queries, but the folder of the dev queries may
-    given = filter(None, (config.data.train, config.data.dev))
-    tests = [name for name in given if (Path(name) / "qrels" / "test.tsv").is_file()]
-    data = shlex.quote(tests[0]) if tests else "DATA"
-    lines.append(f"next: contaccum evaluate --model {shlex.quote(str(model))} --data {data}")
-    return lines

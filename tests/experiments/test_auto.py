@@ -196,7 +196,8 @@ class SteadyRun:
     """Training run on a clock that only the steps move."""
 
     def __init__(self, clock, total):
-        self.clock, self.total, self.done, self.evaluated = clock, total, 0, 0
+        self.clock, self.total, self.done = clock, total, 0
+        self.dev = SimpleNamespace(evaluated=0)
         self.totals = []  # all changes
 
     def set_total(self, total):
@@ -214,7 +215,7 @@ class SteadyRun:
             due = pace.eval_steps and self.done % pace.eval_steps == 0
             if left == 0 or (due and left >= pace.eval_steps / 2):
                 self.clock[0] += slower * pace.evaluation
-                self.evaluated = self.done
+                self.dev.evaluated = self.done
 
 
 @pytest.mark.parametrize(
@@ -270,7 +271,8 @@ def test_a_changed_number_of_steps_is_explained(planned, monkeypatch, capsys):
     def run_job(kind, config, test, after_step, contents=None):
         steps = made.state.steps
         for total in (steps, steps + 9, steps + 9, steps):
-            after_step.report(SimpleNamespace(done=1, total=total, best={}))
+            training = SimpleNamespace(done=1, total=total, dev=SimpleNamespace(best={}))
+            after_step.report(training)
 
     monkeypatch.setattr(auto, "run_job", run_job)
     made._train()

@@ -26,7 +26,7 @@ from contaccum.retrieval import mine as mine_module
 from contaccum.retrieval.mine import about_path, mine, mine_all, write_mined
 from contaccum.retrieval.negatives import CrossEncoder, MiningQueries, select_negatives
 from contaccum.retrieval.retriever import BM25, Retriever
-from contaccum.training.run_folder import next_steps
+from contaccum.training.messages import next_steps
 
 SETTINGS = {
     "top": {},

@@ -233,10 +233,10 @@ def test_failed_evaluation_is_repeated_on_resume(data, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
 
         def fail_next(*arguments, **settings):
-            patch.setattr("contaccum.training.loop.evaluate", fail)
+            patch.setattr("contaccum.training.dev_evaluator.evaluate", fail)
             return evaluate(*arguments, **settings)
 
-        patch.setattr("contaccum.training.loop.evaluate", fail_next)
+        patch.setattr("contaccum.training.dev_evaluator.evaluate", fail_next)
         with pytest.raises(RuntimeError, match="no memory left"):
             train(train_config(data, run, **changes))
     assert newest_checkpoint(run).state["step"] == 3
@@ -256,7 +256,7 @@ def test_best_model_that_was_not_saved_is_saved_on_resume(data, tmp_path, monkey
     # of one run, and of the other, which repeats its evaluation of step 3
     scores = iter([0.1, 0.9, 0.5, 0.1, 0.9, 0.9, 0.5])
     monkeypatch.setattr(
-        "contaccum.training.loop.evaluate",
+        "contaccum.training.dev_evaluator.evaluate",
         lambda *_, **__: {"mean": {"ndcg@10": next(scores)}, "queries": 1},
     )
     train(train_config(data, whole, **changes))

@@ -178,7 +178,9 @@ def test_dev_corpus_is_sampled_once_and_named(data, tmp_path, capsys):
     changes = {"data.dev": str(data), "data.dev_passages": most, "optim.max_steps": 1}
     train(train_config(data, tmp_path / "run", **changes))
     other = train_config(data, tmp_path / "other", seed=1, **changes)
-    assert load_data(other).dev.fingerprint() == sampled.fingerprint()  # scores can be compared
+    assert (
+        load_data(other)[1].dev_set.fingerprint() == sampled.fingerprint()
+    )  # scores can be compared
     shown = capsys.readouterr().err
     assert "10 of 10 dev queries are also training queries, so the dev score is too high" in shown
     label = f"ndcg@10 on {most} of {len(whole.corpus)} passages"

@@ -1,0 +1,91 @@
+"""Lines that a run prints at its start and at its end."""
+
+import shlex
+from pathlib import Path
+
+from contaccum.config import TrainConfig
+from contaccum.data.retrieval_set import RetrievalSet
+from contaccum.data.train_set import TrainSet
+from contaccum.encoder import TOWERS, EncoderSettings
+from contaccum.runtime.files import read_json
+from contaccum.runtime.units import counted
+from contaccum.training import automatic, parts
+from contaccum.training.run_folder import DEV_METRICS_FILE
+
+
+def first_lines(
+    config: TrainConfig,
+    train_set: TrainSet,
+    dev_set: RetrievalSet | None,
+    settings: EncoderSettings,
+    total: int,
+    done: int,
+) -> list[str]:
+    """Return lines for the start of a run: number of updates, doubtful settings, the encoder.
+
+    total, done: number of optimizer steps of the run, and of those that are finished.
+    """
+    pairs, queries = config.batch.global_batch_size, len(train_set.queries)
+    updates = f"{counted(total - done, 'update')} of {counted(pairs, 'pair')}"
+    lines = [f"training: {updates} with {config.method}"]
+    if pairs > queries:
+        lines.append(
+            f"batch.global_batch_size is {pairs}, but the training set has only "
+            f"{counted(queries, 'query')}, so an update has some of them several times; a smaller "
+            "one makes more updates"
+        )
+    if train_set.unused:
+        lines.append(
+            f"the data has hard negatives for {train_set.unused} of {counted(queries, 'query')}; "
+            "data.hard_negatives 1 would use them"
+        )
+    if dev_set and (shared := train_set.shared_queries(dev_set.queries)):
+        lines.append(
+            f"{len(shared)} of {counted(len(dev_set.queries), 'dev query')} are also training "
+            "queries, so the dev score is too high"
+        )
+    if config.bank_size() and config.bank.warmup_steps >= total:
+        lines.append(
+            f"bank.warmup_steps is {config.bank.warmup_steps}, but the run has only "
+            f"{counted(total, 'step')}, so the loss never uses the bank"
+        )
+    if parts.step_count(config.optim.warmup_steps, total) >= total > 1:
+        lines.append(
+            f"optim.warmup_steps is {config.optim.warmup_steps:g}, but the run has only "
+            f"{counted(total, 'step')}, so the learning rate hardly reaches optim.learning_rate"
+        )
+    lines.append(
+        f"{config.model.name}: {settings.pooling} pooling, {settings.similarity} similarity, "
+        f"{'one encoder' if settings.tie_towers else 'two encoders'}, at most "
+        f"{settings.max_query_length} tokens per query and {settings.max_passage_length} per "
+        "passage"
+    )
+    lines.append(automatic.description(config))
+    return lines
+
+
+def next_steps(config: TrainConfig, model: Path) -> list[str]:
+    """Return lines for the end of a run: which model was kept, and the next command.
+
+    model: folder of the trained model.
+    """
+    lines = []
+    if (model / TOWERS[0]).is_dir():
+        lines.append(
+            "two encoders, for queries and passages: in sentence-transformers, use encode_query "
+            "and encode_document (encode takes a text for a passage)"
+        )
+    scores = Path(config.output_dir) / DEV_METRICS_FILE
+    if config.data.dev is not None and scores.is_file():
+        metrics = read_json(scores)
+        score = metrics["mean"][config.run.metric]
+        lines.append(
+            f"the model is from step {metrics['step']}, the one with the best dev "
+            f"{metrics['label']}: {score:.4f}"
+        )
+    # training data that were mined have no test queries, but the folder of the dev queries may
+    given = filter(None, (config.data.train, config.data.dev))
+    tests = [name for name in given if (Path(name) / "qrels" / "test.tsv").is_file()]
+    data = shlex.quote(tests[0]) if tests else "DATA"
+    lines.append(f"next: contaccum evaluate --model {shlex.quote(str(model))} --data {data}")
+    return lines
