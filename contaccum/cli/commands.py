@@ -36,7 +36,7 @@ from contaccum.config.commands import (
 )
 from contaccum.config.experiments import AutoConfig, CompareConfig, PlanConfig, ReportConfig
 from contaccum.errors import InputError
-from contaccum.runtime.checks import refuse_input_as_output, refuse_other_file
+from contaccum.runtime.checks import refuse_other_file
 from contaccum.runtime.launch import is_main, process_place
 from contaccum.runtime.progress import announced
 from contaccum.runtime.units import counted
@@ -167,7 +167,6 @@ def _evaluate_run_file(task: EvaluateConfig, policy: DataPolicy) -> str:
 
     run, qrels = str(task.run), str(task.qrels)
     output = task.output if is_main() else None
-    refuse_input_as_output(output, run, qrels, task.against)
     refuse_other_file(output, "metrics")
     how = (None, task.relevance_level, policy, task.ignore_identical_ids)
     metrics = evaluate_run_file(run, qrels, *how)

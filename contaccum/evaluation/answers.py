@@ -26,7 +26,7 @@ from contaccum.formats.records import Question
 from contaccum.retrieval.encode import Texts
 from contaccum.retrieval.retriever import DEFAULTS, Retriever
 from contaccum.retrieval.runs import Run, rows_of
-from contaccum.runtime.checks import refuse_input_as_output, refuse_other_file
+from contaccum.runtime.checks import refuse_other_file
 from contaccum.runtime.processes import ALONE, Processes
 
 CUTOFFS = (1, 5, 20, 100)
@@ -132,9 +132,6 @@ def evaluate_questions(
     """
     cutoffs = [cutoff for cutoff in CUTOFFS if cutoff <= k]
     model = EncoderConfig.of(model)
-    refuse_input_as_output(
-        output, questions, passages, model.model, settings.embeddings, settings.index_dir
-    )
     refuse_other_file(output, "metrics")
     with group.main_first():
         read = open_dataset(questions, policy=policy).questions

@@ -14,7 +14,7 @@ from contaccum.evaluation.beir import evaluate_with_beir
 from contaccum.evaluation.metrics import Metrics, evaluate_run, save_metrics
 from contaccum.retrieval.retriever import DEFAULTS, Retriever, index_settings
 from contaccum.retrieval.runs import read_run
-from contaccum.runtime.checks import refuse_input_as_output, refuse_other_file
+from contaccum.runtime.checks import refuse_other_file
 from contaccum.runtime.processes import ALONE, Processes
 from contaccum.runtime.units import counted
 
@@ -49,7 +49,6 @@ def evaluate(
     """
     cutoffs = [cutoff for cutoff in CUTOFFS if cutoff <= k]
     name = model if isinstance(model, str | Path) else getattr(model, "model", None)
-    refuse_input_as_output(output, data, name, settings.embeddings, settings.index_dir)
     refuse_other_file(output, "metrics")
     about: dict[str, Any] = {"model": name}
     if not isinstance(data, RetrievalSet):
@@ -112,7 +111,6 @@ def evaluate_run_file(
     ``qrels`` are left out with a warning; if ``policy`` is strict, such a query is an error.
     output: file to write the metrics to.
     """
-    refuse_input_as_output(output, run, qrels)
     refuse_other_file(output, "metrics")
     hits = read_run(run)
     depth = max(10, *map(len, hits.values()))

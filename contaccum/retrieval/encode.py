@@ -39,7 +39,6 @@ from contaccum.retrieval.shards import (
     write_manifest,
     write_shard,
 )
-from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.files import cache_folder, remove_folder
 from contaccum.runtime.launch import is_main
 from contaccum.runtime.locks import folder_lock, lock_if_free, waiting_lock
@@ -412,7 +411,6 @@ def encode(
         )
     if isinstance(model, str | Path):
         model = EncoderConfig.of(model)
-    refuse_input_as_output(output, source, getattr(model, "model", None), folder=True)
     timeout = getattr(model, "timeout_minutes", EncoderConfig.timeout_minutes)
     # after this block, the processes do not wait for each other
     with joined(timeout) as group, group.main_first():

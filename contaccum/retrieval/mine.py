@@ -25,7 +25,6 @@ from contaccum.formats.training import TrainingKind, example_line, framed
 from contaccum.retrieval.encode import Texts, load_encoder_of, passage_vectors
 from contaccum.retrieval.negatives import CrossEncoder, MiningQueries, select_negatives
 from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, Retriever, index_settings
-from contaccum.runtime.checks import refuse_input_as_output
 from contaccum.runtime.files import write_json
 from contaccum.runtime.processes import ALONE, Processes, encoding_device
 from contaccum.runtime.units import counted
@@ -213,7 +212,6 @@ def mine(
     name = getattr(model, "model", None)
     if Path(output).exists():
         raise InputError(f"{output}: exists already; choose a new path")
-    refuse_input_as_output(about_path(output), data, corpus, name)
     with group.main_first():
         passages = open_dataset(corpus, policy=policy).corpus if corpus else None
         queries = MiningQueries(open_dataset(data, split, policy).examples(), passages)

@@ -42,7 +42,7 @@ from contaccum.retrieval.runs import (
     write_run,
 )
 from contaccum.retrieval.shards import Shards
-from contaccum.runtime.checks import refuse_input_as_output, refuse_other_file
+from contaccum.runtime.checks import refuse_other_file
 from contaccum.runtime.processes import ALONE, Processes
 
 if TYPE_CHECKING:
@@ -351,9 +351,6 @@ def search(
     write. group: processes (see ``joined``) that share the work. All of them must call this
     function, and each gets the same run.
     """
-    refuse_input_as_output(
-        output, data, getattr(model, "model", model), settings.embeddings, settings.index_dir
-    )
     refuse_other_file(output, "run")
     with group.main_first():
         dataset = open_dataset(data, split, policy)

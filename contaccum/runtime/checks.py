@@ -66,18 +66,17 @@ def require_known_ids(largest: int, vocabulary: int | None, tokenizer: Any) -> N
         )
 
 
-_INPUT_FILES = (
-    "corpus.jsonl*", "queries.jsonl*", "collection.tsv*", "queries.tsv*", "qrels/*",
-    "*config*.json", "*.safetensors", "*tokenizer*", "modules.json", "contaccum.json",
-    "manifest.json", "*.npy", "*.ids.json", "*.parquet",
-)  # fmt: skip
-"""File name patterns. Commands read files with such names from data set folders, model folders and
-vector folders."""
-
-
 def refuse_other_file(output: str | Path | None, kind: Literal["run", "metrics", "page"]) -> None:
-    """Raise InputError if ``output`` is a file of another kind, which the command would replace."""
-    if output is None or not os.path.isfile(output) or not os.path.getsize(output):
+    """Raise InputError if ``output`` exists and is not a file of this kind.
+
+    The command would replace the file, which may be one of its inputs.
+    """
+    if output is None or not os.path.exists(output):
+        return
+    if not os.path.isfile(output):
+        what = "a folder" if os.path.isdir(output) else "a device or a pipe"
+        raise InputError(f"{output}: is {what}; expected the name of a file")
+    if not os.path.getsize(output):
         return
     try:
         with (gzip.open if str(output).endswith(".gz") else open)(output, "rb") as file:
@@ -94,35 +93,3 @@ def refuse_other_file(output: str | Path | None, kind: Literal["run", "metrics",
     if not same:
         name = {"run": "a TREC run", "metrics": "a file of metrics", "page": "a report"}[kind]
         raise InputError(f"{output}: exists and is not {name}; choose another output")
-
-
-def refuse_input_as_output(
-    output: str | Path | None, *inputs: object, folder: bool = False
-) -> None:
-    """Raise InputError if ``output`` is one of ``inputs``.
-
-    Files such as corpus.jsonl in an input folder are inputs too.
-
-    Symbolic links are followed. Inputs that are not existing paths, such as names of data sets, are
-    not checked. folder: whether ``output`` may be a folder.
-    """
-    if output is None or not os.path.exists(output):
-        return
-    for each in inputs:
-        if not isinstance(each, str | Path) or not os.path.exists(each):
-            continue
-        depths = ("", "*/", "*/*/") if os.path.isdir(each) else ()
-        files = (
-            path
-            for name in _INPUT_FILES
-            for depth in depths
-            for path in Path(each).glob(depth + name)
-        )
-        for path in (Path(each), *files):
-            if os.path.exists(path) and os.path.samefile(path, output):
-                raise InputError(
-                    f"{output}: is an input of this call ({path}); choose another output"
-                )
-    if not folder and not os.path.isfile(output):
-        what = "a folder" if os.path.isdir(output) else "a device or a pipe"
-        raise InputError(f"{output}: is {what}; expected the name of a file")
