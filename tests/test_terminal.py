@@ -148,12 +148,9 @@ SOUND = {
     "MASTER_PORT": "29500",
 }
 LAUNCHES = [
-    ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected a whole number from 1 to"),
-    ({"RANK": "1"}, "RANK is '1', expected 0"),
+    ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected a whole number"),
     ({**SOUND, "RANK": ""}, "WORLD_SIZE is 2, but RANK is not set"),
-    ({**SOUND, "LOCAL_RANK": "2"}, "LOCAL_RANK is '2'"),
     ({**SOUND, "MASTER_ADDR": ""}, "WORLD_SIZE is 2, but MASTER_ADDR is not set"),
-    ({**SOUND, "MASTER_PORT": "70000"}, "MASTER_PORT is '70000', expected a whole number from 1"),
 ]
 
 
@@ -189,8 +186,9 @@ def test_invalid_launch_is_refused_at_once(variables, words, launched, capsys):
 
 def test_valid_launches_are_accepted(launched):
     """Negative control of the test above."""
-    launched({})
-    assert (check_launch(), process_place(), local_place()) == (1, (0, 1), (0, 1))
+    for variables in ({}, {"RANK": "1"}):
+        launched(variables)
+        assert (check_launch(), process_place(), local_place()) == (1, (0, 1), (0, 1))
     launched(SOUND)
     assert (check_launch(), process_place(), local_place()) == (2, (1, 2), (1, 2))
     launched({**SOUND, "WORLD_SIZE": " 4 ", "LOCAL_WORLD_SIZE": "2", "RANK": "3"})

@@ -1,10 +1,10 @@
-"""Checks of texts (UTF-8), tokenizers, token ids, and outputs that would replace another file."""
+"""Checks of texts (UTF-8), token ids, and outputs that would replace another file."""
 
 import gzip
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,14 +22,9 @@ def require_utf8(text: str, where: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        is_byte = 0xDC80 <= code <= 0xDCFF
-        found = (
-            f"byte 0x{code - 0xDC00:02x} is not UTF-8"
-            if is_byte
-            else "found half a character (a lone surrogate)"
-        )
-        raise InputError(f"{where}: {found}; the text must be valid UTF-8") from error
+        raise InputError(
+            f"{where}: found {text[error.start]!a}; the text must be valid UTF-8"
+        ) from error
     return text
 
 
@@ -40,10 +35,7 @@ def require_texts(texts: Any, what: str, prefix: str) -> list[str]:
 
     what: kind of the texts in error messages, such as query.
     """
-    if isinstance(texts, str):
-        raise InputError(f"found one {what} ({texts[:40]!r}); expected a list of texts")
-    is_table = isinstance(texts, Mapping) or hasattr(texts, "columns")
-    if is_table or not isinstance(texts, Iterable):
+    if isinstance(texts, str | Mapping) or hasattr(texts, "columns"):
         raise InputError(f"found a {type(texts).__name__}; expected a list of texts")
     prefix = require_utf8(prefix, f"{what} prefix")
     return [prefix + require_utf8(text, f"{what} {number}") for number, text in enumerate(texts)]

@@ -23,8 +23,6 @@ _LEFTOVER = re.compile(
 )
 # hub:/folder is a local data set in the format of the Hub
 _URL = re.compile(r"(?!hub:)([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
-# maximum number of bytes of a name; longer names are hashed, because file systems allow 255 bytes
-_LONGEST = 200
 
 
 def _temporary_path(path: Path, kind: str) -> Path:
@@ -32,7 +30,7 @@ def _temporary_path(path: Path, kind: str) -> Path:
 
     No other process, on this or another machine, uses the hidden path.
     """
-    return require_name(path).with_name(f".{_short(path.name)}.{_host()}-{os.getpid()}.{kind}")
+    return require_name(path).with_name(f".{path.name}.{_host()}-{os.getpid()}.{kind}")
 
 
 def require_name(path: Path) -> Path:
@@ -43,11 +41,6 @@ def require_name(path: Path) -> Path:
     if path.name in ("", ".."):
         raise InputError(f"{path}: this folder cannot be replaced; choose a new path")
     return path
-
-
-def _short(name: str) -> str:
-    encoded = os.fsencode(name)
-    return hashlib.sha256(encoded).hexdigest() if len(encoded) > _LONGEST else name
 
 
 def _host() -> str:
@@ -74,12 +67,12 @@ def sweep(folder: str | Path, name: str | None = None, shared: bool = False) -> 
         return
     for entry in sorted(os.listdir(folder)):
         leftover = _LEFTOVER.fullmatch(entry)
-        if leftover is None or (name is not None and _short(name) != leftover["name"]):
+        if leftover is None or (name is not None and name != leftover["name"]):
             continue
         if shared and (leftover["host"] != _host() or psutil.pid_exists(int(leftover["pid"]))):
             continue
         path = Path(folder, entry)
-        target = path.with_name(name or leftover["name"])  # a long name is hashed in ``entry``
+        target = path.with_name(leftover["name"])
         if leftover["kind"] == "old" and not target.exists():
             os.replace(path, target)
         elif path.is_dir() and not path.is_symlink():
@@ -272,11 +265,9 @@ def decode_json(text: str, type_: Any, where: str, *, version: int | None = None
     """
     try:
         value = json.loads(text)
-        if "\\u" in text:  # half a surrogate pair, which no file name and no output can contain
-            json.dumps(value, ensure_ascii=False).encode()
         if version is not None and isinstance(value, dict):
             found = value.get("format_version", version)
-            if found != version or isinstance(found, bool):
+            if found != version:
                 raise InputError(
                     f"{where}: has format_version {found!r}, but this version of contaccum reads "
                     f"{version}. Use the version of contaccum that wrote the file."

@@ -103,16 +103,6 @@ def test_missing_truncated_and_extra_files_are_detected(change, said, name, run,
     assert said in capsys.readouterr().err
 
 
-def test_manifest_with_half_a_character_is_ignored(run, tmp_path, capsys):
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
-    path = copy / "checkpoints" / "step-00000002" / "manifest.json"
-    path.write_text(path.read_text().replace("state.json", r"state\ud800.json"))
-    assert newest_checkpoint(copy).folder.name == "step-00000001"
-    assert "this checkpoint is ignored: " in (said := capsys.readouterr().err)
-    assert "manifest.json: not usable JSON" in said
-
-
 def test_checkpoint_with_unreadable_file_is_ignored(run, monkeypatch, capsys):
     plain = newest_checkpoint.__globals__["sha256_of"]
 
@@ -159,10 +149,8 @@ def test_temporary_files_of_a_killed_run_are_removed(tmp_path):
     assert (tmp_path / "model" / "weights").read_text() == "the old ones"
 
 
-@pytest.mark.parametrize("name", ["model", "x" * 250, "ä" * 120], ids=len)
-def test_a_folder_of_a_process_that_was_killed_between_two_renames_gets_its_name_back(
-    name, tmp_path
-):
+def test_a_folder_of_a_process_that_was_killed_between_two_renames_gets_its_name_back(tmp_path):
+    name = "model"
     (tmp_path / name).mkdir()
     (tmp_path / name / "a").write_text("old")
     killed = (
@@ -232,18 +220,17 @@ def test_cache_folder_needs_a_home_folder_only_without_settings(monkeypatch, tmp
     assert cache_folder() == tmp_path / "contaccum"
 
 
-def test_temporary_names_of_two_hosts_and_long_names_differ(tmp_path, monkeypatch):
+def test_temporary_names_of_two_hosts_differ(tmp_path, monkeypatch):
     names = set()
     for host in ("one", "two"):
         monkeypatch.setattr("platform.node", lambda host=host: host)
-        for name in ("file", "x" * 250, "ä" * 120):
-            with whole_file(tmp_path / name) as file:
-                file.write(b"content")
-                (part,) = (path.name for path in tmp_path.iterdir() if path.name.startswith("."))
-            assert is_leftover(part)
-            assert (tmp_path / name).read_bytes() == b"content"
-            names.add(part)
-    assert len(names) == 6
+        with whole_file(tmp_path / "file") as file:
+            file.write(b"content")
+            (part,) = (path.name for path in tmp_path.iterdir() if path.name.startswith("."))
+        assert is_leftover(part)
+        assert (tmp_path / "file").read_bytes() == b"content"
+        names.add(part)
+    assert len(names) == 2
 
 
 def test_folder_files_are_flushed_once_before_the_rename(tmp_path, monkeypatch):

@@ -315,11 +315,6 @@ def test_a_run_does_not_depend_on_the_state_of_torch_and_restores_it(data, tmp_p
         torch.set_default_dtype(torch.float32)
     assert found == (False, torch.float64, "meta")
     assert weights(tmp_path / "after") == weights(tmp_path / "alone")
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(InputError, match=r"inside torch\.autocast"),
-    ):
-        train(train_config(data, tmp_path / "autocast"))
 
 
 def test_a_finished_run_leaves_no_encoder_in_memory(data, tmp_path, monkeypatch):
