@@ -14,6 +14,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -238,6 +239,23 @@ class PeakMemory:
         for event in sorted(events, key=lambda event: event.start_ns()):
             held += event.nbytes()
             self.bytes = max(self.bytes, held)
+
+
+def add_worker(parser: argparse.ArgumentParser) -> None:
+    """Add the option with the request of ``in_fresh_process``, as JSON."""
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+
+
+def in_fresh_process(request: dict[str, Any]) -> dict[str, Any]:
+    """Run this script with ``--worker request`` in a process whose peak memory is its own.
+
+    Return the JSON of its last line.
+    """
+    call = [sys.executable, sys.argv[0], "--worker", json.dumps(request)]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{shlex.join(call)}\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:

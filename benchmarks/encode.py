@@ -12,8 +12,17 @@ memory with model and texts loaded.
 import json
 
 import numpy as np
-from common import interleaved, make_parser, model_folder, publish, ratio, summary, table
-from fresh import add_worker, in_fresh_process
+from common import (
+    add_worker,
+    in_fresh_process,
+    interleaved,
+    make_parser,
+    model_folder,
+    publish,
+    ratio,
+    summary,
+    table,
+)
 from sentence_transformers import SentenceTransformer
 
 from contaccum.config.commands import DataPolicy

@@ -120,19 +120,11 @@ def make_steps(out: Path, device: str, quick: bool) -> list[Step]:
         script(3, "encode", "encode", *encoding, most=90, needs=("sentence_transformers",))
     )
     steps.append(script(3, "search", "search", "--repeats", "3", most=120, needs=("beir",)))
-    return [*steps, study(out, device, precision, quick)]
+    return [*steps, study(out, device, quick)]
 
 
-def study(out: Path, device: str, precision: str, quick: bool) -> Step:
-    """Return the study at full size, or without its encoder and data (MODEL, DATA) one on invented
-    words."""
-    if os.environ.get("MODEL") and os.environ.get("DATA"):
-        call = f"bash benchmarks/study/run.sh {os.environ.get('STUDY', 'medquad aged')}"
-        variables = (
-            f"FULL=1 MEDQUAD=$DATA OUT={shlex.quote(str(out / 'study'))} DEVICE={device} "
-            f"PRECISION={precision}"
-        )
-        return Step(3, "study", ["bash", "-c", f"{variables} {call}"], most=60 * PART_MINUTES)
+def study(out: Path, device: str, quick: bool) -> Step:
+    """Return a comparison of the methods on invented words."""
     # not at the top: an interpreter with the standard library alone does not find it
     from invented_set import write_invented_set
 

@@ -22,8 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 from beir.retrieval.search.dense import DenseRetrievalExactSearch
-from common import interleaved, make_parser, publish, ratio, summary, table
-from fresh import add_worker, in_fresh_process
+from common import (
+    add_worker,
+    in_fresh_process,
+    interleaved,
+    make_parser,
+    publish,
+    ratio,
+    summary,
+    table,
+)
 
 from contaccum.retrieval.exact import ExactIndex
 from contaccum.retrieval.shards import EncodingJob, Shard, ShardFolder, write_manifest, write_shard

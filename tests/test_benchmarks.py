@@ -14,7 +14,7 @@ from invented_set import write_invented_set
 from contaccum.encoder import DualEncoder, EncoderSettings, tiny_tower
 
 ROOT = Path(__file__).parent.parent
-NAMES = ["peers", "loss", "memory_switches", "adapters"]
+NAMES = ["peers", "loss"]
 """Scripts that the GPU suite does not run, and peers, whose losses are compared here."""
 
 

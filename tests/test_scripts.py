@@ -51,16 +51,6 @@ def data(tmp_path):
     return write_beir(tmp_path / "my data")
 
 
-def test_train_script_evaluates_and_a_second_call_adds_nothing(script, data, tmp_path):
-    run = tmp_path / "run"
-    script("train.sh", data, run, *TINY)
-    assert read_json(run / "metrics.json")["queries"] == 10
-    model = (run / "model" / "model.safetensors").stat().st_mtime_ns
-    script("train.sh", data, run, *TINY)
-    assert len(read_log(run)) == 3
-    assert (run / "model" / "model.safetensors").stat().st_mtime_ns >= model
-
-
 def test_beir_script_writes_metrics_and_a_run_file(script, data, tmp_path):
     """Also if data that training repairs has to be repaired again."""
     with open(data / "corpus.jsonl", "a") as corpus:
@@ -97,7 +87,7 @@ def test_beir_script_searches_again_after_the_model_was_trained_further(script, 
 def test_rounds_script_mines_and_trains_as_the_single_commands(script, data, tmp_path):
     """A second call mines and trains nothing again, and adds the missing round."""
     rounds = tmp_path / "rounds"
-    script("rounds.sh", "tiny", data, rounds, 0, *TINY[2:])
+    script("rounds.sh", "tiny", data, rounds, 0, *TINY[2:], CDPATH=".")
     first = (
         (rounds / "mined-0.jsonl").stat().st_mtime_ns,
         read_log(rounds / "round-0"),
@@ -129,10 +119,6 @@ def test_rounds_script_mines_and_trains_as_the_single_commands(script, data, tmp
         assert config["model"]["name"] == "tiny"
         assert len(read_log(rounds / f"round-{number}")) == 3
     assert weights(rounds / "round-0") != weights(rounds / "round-1")
-
-
-def test_scripts_work_with_an_exported_cdpath(script, data):
-    assert "queries" in script("evaluate.sh", "bm25", data, CDPATH=".")
 
 
 def test_nq_script_prints_answer_accuracy_for_local_files(script, data, tmp_path):

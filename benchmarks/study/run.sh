@@ -6,18 +6,12 @@
 # (N = 128), time (updates that fit into grad_cache's time), hybrid (with age), cut (micro-batches by tokens), demo.
 # MODEL: encoder folder. SEEDS (5), RATES (1e-4,2e-4,4e-4,8e-4), METHODS of the first part, OUT (runs/study), DEVICE (cpu),
 # PRECISION (fp32).
-# FULL=1: configs/study/full.yaml and whole corpora instead of configs/study/short.yaml and cut ones; RATES are then
-# 2e-5,5e-5,1e-4,2e-4, DEVICE auto. Meant for a GPU (docs/gpu-suite.md).
 # Afterwards: python benchmarks/study/pack.py OUT study.jsonl.gz && python benchmarks/study/tables.py study.jsonl.gz
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export TOKENIZERS_PARALLELISM=false
 seeds=${SEEDS:-5} out=${OUT:-runs/study}
-if [ -n "${FULL:-}" ]; then
-    config=configs/study/full.yaml device=${DEVICE:-auto} rates=${RATES:-2e-5,5e-5,1e-4,2e-4}
-else
-    config=configs/study/short.yaml device=${DEVICE:-cpu} rates=${RATES:-1e-4,2e-4,4e-4,8e-4}
-fi
+config=configs/study/short.yaml device=${DEVICE:-cpu} rates=${RATES:-1e-4,2e-4,4e-4,8e-4}
 
 setting() { # setting NAME: what the config says
     sed -En "s/^ *$1: *([^ #]+).*/\1/p" "$config"
@@ -31,15 +25,14 @@ fail() {
     exit 2
 }
 
-data() { # data NAME: the set, cut or (FULL) with samples that take in the whole corpus; says its folder
-    local source held=0 sample=400
+data() { # data NAME: cuts the set and prints its folder
+    local source held=0
     case $1 in
         medquad) source=${MEDQUAD:-} ;;
         scifact) source=${SCIFACT:-} held=150 ;;
     esac
     [ -f "$source/corpus.jsonl" ] || fail "$1: '$source' has no corpus.jsonl, expected MEDQUAD and SCIFACT to be BEIR folders"
-    [ -n "${FULL:-}" ] && sample=-1
-    python benchmarks/study/cut.py "$source" "$out/data/$1" --held_out "$held" --sample "$sample"
+    python benchmarks/study/cut.py "$source" "$out/data/$1" --held_out "$held" --sample 400
     echo "$out/data/$1"
 }
 
