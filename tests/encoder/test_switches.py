@@ -108,14 +108,6 @@ def test_dropout_of_the_attention_weights_is_a_setting_of_its_own(family, monkey
     assert set(used) == {0.5}
 
 
-def test_encoding_without_padding_gives_equal_vectors(minilm):
-    texts = ["Owls live in old barns. " * 9, "Where do owls live?", "", "Owls"]
-    encoder = DualEncoder.load(minilm)
-    padded = encoder.encode_passages(texts)
-    encoder.set_attention("auto", unpad=True)
-    np.testing.assert_allclose(encoder.encode_passages(texts), padded, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("dtype", "same", "causal", "window"),
     [
