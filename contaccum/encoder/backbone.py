@@ -2,9 +2,8 @@
 
 import logging
 import re
-import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,16 +35,14 @@ def load_backbone(
     dtype: torch.dtype,
     device: torch.device | str | None,
     quantize: str,
-    attention: str,
     trust_remote_code: bool,
 ) -> Any:
     """Load a backbone, without an adapter.
 
     name, subfolder: folder or Hub name, and a folder in it. device: device for a quantized
     backbone; do not move it later. Other backbones are loaded on the CPU. quantize: none or
-    4bit. attention: ``auto`` uses the implementation of attention in config.json if it is eager or
-    sdpa, else warns; any other value ignores config.json. Raises InputError for a model
-    that makes no token vectors, or was trained to be something else than an encoder.
+    4bit. Raises InputError for a model that makes no token vectors, or was trained to be something
+    else than an encoder.
     """
     source = {"subfolder": subfolder, "trust_remote_code": trust_remote_code}
     with loading(name), quiet_transformers():
@@ -60,8 +57,8 @@ def load_backbone(
             "to the type bert, such as "
             "sentence-transformers/facebook-dpr-question_encoder-single-nq-base."
         )
-    # transformers would refuse to load the model if this implementation is not available
-    wanted = config._attn_implementation
+    # transformers chooses; it would refuse to load the model if the implementation that
+    # config.json asks for is not available
     config._attn_implementation = None
 
     options: dict[str, Any] = {}
@@ -89,21 +86,6 @@ def load_backbone(
     refuse_other_heads(name, info["unexpected_keys"])
     refuse_incomplete(name, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"])
 
-    if wanted is not None and attention == "auto":
-        # other implementations need packages, or stand for code on the Hub
-        if wanted in ("eager", "sdpa"):
-            with suppress(ValueError, ImportError), quiet_transformers():
-                backbone.set_attn_implementation(wanted)
-        used = backbone.config._attn_implementation
-        if used == wanted:
-            # save_pretrained drops the private field, and a resumed run loads what it wrote
-            backbone.config.attn_implementation = wanted
-        else:
-            warnings.warn(
-                f"{name}: config.json asks for {wanted} as the implementation of attention, "
-                f"which is not available here; {used} is used",
-                stacklevel=2,
-            )
     if decoder_only(config.model_type):
         backbone.config.use_cache = False  # an encoder never generates text
     # otherwise save_pretrained splits the weights into several files

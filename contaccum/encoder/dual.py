@@ -31,7 +31,7 @@ from contaccum.encoder.folders import (
     model_folder,
     read_encoder,
 )
-from contaccum.encoder.kernels import ATTENTION, packed_linears
+from contaccum.encoder.kernels import ATTENTION, UNPADDED_FAMILIES, packed_linears
 from contaccum.encoder.saving import check_hashes, save_encoder, send_weights
 from contaccum.encoder.tokenizer import (
     ENCODING,
@@ -42,11 +42,11 @@ from contaccum.encoder.tokenizer import (
 from contaccum.encoder.tower import (
     Tower,
     TowerLoader,
+    can_unpad,
     check_padding,
-    check_unpad,
     set_attention,
 )
-from contaccum.errors import InputError, library_errors
+from contaccum.errors import InputError
 from contaccum.runtime.checks import require_texts
 from contaccum.runtime.files import refuse_other_files, whole_folder
 from contaccum.runtime.prefetch import prefetch
@@ -346,8 +346,12 @@ class DualEncoder(nn.Module):
         support ``name`` or ``unpad``.
         """
         for tower in self.towers:
-            if unpad:
-                check_unpad(tower)
+            if unpad and not can_unpad(tower):
+                raise InputError(
+                    "model.unpad is true, but the model type is "
+                    f"{tower.backbone.config.model_type}; expected "
+                    f"{', '.join(UNPADDED_FAMILIES)}. Set model.unpad to false."
+                )
             tower.unpad = unpad
             chosen = ATTENTION if unpad else name
             if chosen != "auto":
@@ -432,7 +436,6 @@ class DualEncoder(nn.Module):
         device: torch.device | str | None = None,
         adapters: Adapters | None = None,
         merge: bool = False,
-        attention: str = "auto",
         **overrides: Any,
     ) -> "DualEncoder":
         """Load an encoder from a folder or from the Hub.
@@ -444,16 +447,9 @@ class DualEncoder(nn.Module):
         the encoder, or True if no value is saved. dtype, device: precision of the weights, and
         device of both towers. adapters: options of new LoRA adapters. The other weights are then
         frozen. None: no new adapters. merge: whether to merge the saved adapters into the base
-        weights. Quantized base weights are dequantized first. attention: ``auto`` uses the
-        implementation of attention that config.json asks for, if it is eager or sdpa; other values
-        ignore config.json, see ``set_attention``. overrides: values for fields of
+        weights. Quantized base weights are dequantized first. overrides: values for fields of
         EncoderSettings. A value of None changes nothing.
         """
-        if device is not None:
-            fix = "; expected a device of this machine, such as cpu"
-            kinds = RuntimeError, AssertionError
-            with library_errors(f"device {str(device)!r} cannot be used", *kinds, fix=fix):
-                torch.empty(0, device=device)
         given = {key: value for key, value in overrides.items() if value is not None}
         name = model_folder(name)
         files = read_encoder(name, given)
@@ -472,9 +468,7 @@ class DualEncoder(nn.Module):
                 f"{name}: has two different encoders, which cannot be tied. Set tie_towers to "
                 "false."
             )
-        loader = TowerLoader(
-            settings.pooling, trust_remote_code, dtype, adapters, merge, device, attention
-        )
+        loader = TowerLoader(settings.pooling, trust_remote_code, dtype, adapters, merge, device)
         query_tower, passage_tower = loader.load_pair(files.query, files.passage, tie_towers)
         # some folders state a length that the backbone does not support, and the default may be too
         # long as well

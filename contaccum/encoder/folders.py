@@ -62,7 +62,6 @@ OTHER_KINDS = {
 # maximum number of tokens or dimensions; a model_max_length of this or more means "no limit"
 NO_LIMIT = 1_000_000
 Positive = Annotated[int, msgspec.Meta(ge=1, le=NO_LIMIT)]
-Prefix = Annotated[str, msgspec.Meta(max_length=100_000)]
 
 
 @dataclass(frozen=True)
@@ -73,13 +72,13 @@ class EncoderSettings:
     similarity: str = "cosine"
     max_query_length: Positive = 64
     max_passage_length: Positive = 256
-    query_prefix: Prefix = ""
-    passage_prefix: Prefix = ""
+    query_prefix: str = ""
+    passage_prefix: str = ""
     tie_towers: bool = False
     truncate_dim: Positive | None = None
     """Number of dimensions to keep of each vector, counted from the first. None: keep all
     dimensions."""
-    prompts: dict[str, Prefix] = field(default_factory=dict)
+    prompts: dict[str, str] = field(default_factory=dict)
     """Other prompts of a sentence-transformers model by name, which a saved model has again."""
     default_prompt: str | None = None
     """Name of the prompt that sentence-transformers uses in plain ``encode``. None: the passage
@@ -140,7 +139,7 @@ class RouterConfig(TypedDict, total=False):
 class PromptConfig(TypedDict, total=False):
     """Content of config_sentence_transformers.json: prompts, similarity, truncated width."""
 
-    prompts: dict[str, Prefix | None] | None
+    prompts: dict[str, str | None] | None
     default_prompt_name: str | None
     similarity_fn_name: str | None
     truncate_dim: Positive | None
@@ -152,7 +151,7 @@ class ModelFile(TypedDict, total=False):
 
     model_type: str
     _name_or_path: str | None
-    num_hidden_layers: Annotated[int, msgspec.Meta(ge=0, le=100_000)] | None
+    num_hidden_layers: int | None
     max_position_embeddings: int | None
     model_max_length: float | None
     add_eos_token: bool | None
@@ -169,7 +168,7 @@ class AdapterFile(TypedDict, total=False):
     peft_type: str | None
     task_type: str | None
     base_model_name_or_path: str | None
-    r: Annotated[int, msgspec.Meta(ge=1, le=NO_LIMIT)]
+    r: Positive
 
 
 class BaseFile(TypedDict, total=False):
@@ -428,12 +427,6 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
     # in sentence-transformers the default similarity is cosine, even without a Normalize module
     named = str(about.get("similarity_fn_name") or "cosine")
     similarity = named.replace("dot_score", "dot").replace("cos_sim", "cosine")
-    if similarity == "dot" and normalized and about.get("truncate_dim"):
-        raise InputError(
-            f"{name}: truncate_dim is {about['truncate_dim']}, but similarity_fn_name is "
-            f"{about['similarity_fn_name']}. Truncated vectors lose the L2 norm of 1. Set "
-            "similarity_fn_name to cosine in config_sentence_transformers.json."
-        )
     pooling = optional_json(name, _join(modules[1].path, "config.json"), dict[str, Any]) or {}
     if pooling.get("include_prompt") is False and any(_prompts(about).values()):
         raise InputError(

@@ -220,7 +220,6 @@ class TowerLoader:
     adapters: Adapters | None = None
     merge: bool = False
     device: torch.device | str | None = None
-    attention: str = "auto"  # see load_backbone
 
     def load_pair(self, query: TowerFiles, passage: TowerFiles, tied: bool) -> tuple[Tower, Tower]:
         """Load both towers; tied towers are one object.
@@ -262,7 +261,6 @@ class TowerLoader:
             dtype=self.dtype,
             device=self.device,
             quantize=quantize,
-            attention=self.attention,
             trust_remote_code=self.trust_remote_code,
         )
         return backbone.dequantize() if self.merge and quantize != "none" else backbone
@@ -406,14 +404,3 @@ def set_attention(backbone: Any, name: str) -> None:
 def can_unpad(tower: Tower) -> bool:
     """Return whether the model type of a tower allows passes without padding."""
     return tower.backbone.config.model_type in UNPADDED_FAMILIES
-
-
-def check_unpad(tower: Tower) -> None:
-    """Raise InputError if a tower's model type needs padding in forward passes."""
-    family = tower.backbone.config.model_type
-    if family not in UNPADDED_FAMILIES:
-        supported = ", ".join(UNPADDED_FAMILIES)
-        raise InputError(
-            f"model.unpad is true, but the model type is {family}; expected {supported}. Set "
-            "model.unpad to false."
-        )

@@ -111,7 +111,7 @@ def load_encoder(
     }
     with torch.random.fork_rng(devices=[]), announced(f"loading the encoder {name}"):
         torch.manual_seed(config.seed)  # a new adapter has random weights
-        encoder = DualEncoder.load(name, device=device, attention=config.model.attention, **options)
+        encoder = DualEncoder.load(name, device=device, **options)
     if encoder.adapted and not config.lora.rank:
         raise InputError(
             f"{name}: has an adapter, but lora.rank is 0. Set lora.rank, or merge the adapter with "

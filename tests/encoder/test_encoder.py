@@ -13,7 +13,6 @@ from tiny_families import TEXTS, family_folder
 from transformers import (
     AutoConfig,
     AutoModel,
-    AutoTokenizer,
     DPRConfig,
     DPRQuestionEncoder,
 )
@@ -111,27 +110,6 @@ def test_mean_of_a_long_text_does_not_overflow_in_float16():
     assert pool(states, torch.ones(1, 8192, dtype=torch.long), "mean").tolist() == [[10, 10]]
 
 
-@pytest.mark.parametrize("pooling", ["cls", "mean", "last"])
-@pytest.mark.parametrize("similarity", ["cosine", "dot"])
-def test_saved_towers_give_equal_vectors_in_transformers_and_sentence_transformers(
-    pooling, similarity, tmp_path
-):
-    encoder = words_encoder(pooling, similarity, query_prefix="the ", passage_prefix="sea ")
-    encoder.save(tmp_path / "model")
-    ours = {
-        "query_encoder": encoder.encode_queries(TEXTS),
-        "passage_encoder": encoder.encode_passages(TEXTS),
-    }
-    for name, vectors in ours.items():
-        folder = str(tmp_path / "model" / name)
-        peer = SentenceTransformer(folder, device="cpu")
-        np.testing.assert_allclose(peer.encode(TEXTS), vectors, atol=1e-6)
-        assert not list((tmp_path / "model" / name).glob("*.bin"))
-        AutoModel.from_pretrained(folder)
-        assert AutoTokenizer.from_pretrained(folder)("red fox")["input_ids"]
-    assert np.abs(ours["query_encoder"] - ours["passage_encoder"]).max() > 0.01
-
-
 @pytest.mark.parametrize("tie", [True, False])
 def test_loaded_encoder_equals_saved(tie, tmp_path):
     encoder = words_encoder(tie=tie, query_prefix="the ")
@@ -225,26 +203,13 @@ def test_an_encoder_of_dpr_is_refused(tmp_path):
 def test_one_text_instead_of_a_list_is_refused():
     encoder = words_encoder()
     for side, encode in (("query", encoder.encode_queries), ("passage", encoder.encode_passages)):
-        with pytest.raises(
-            InputError, match=rf"found one {side} \('the red fox'\); expected a list of texts"
-        ):
-            encode("the red fox")
-        for table in (pandas.DataFrame({"id": ["1"], "text": ["the red fox"]}), None):
-            with pytest.raises(InputError, match=f"found a {type(table).__name__}; expected a li"):
-                encode(table)
-        with pytest.raises(InputError, match="found a dict; expected a list of texts"):
-            encode({"q1": "the red fox"})
+        table = pandas.DataFrame({"id": ["1"], "text": ["the red fox"]})
+        for wrong in ("the red fox", {"q1": "the red fox"}, table):
+            with pytest.raises(InputError, match=f"found a {type(wrong).__name__}; expected a li"):
+                encode(wrong)
         with pytest.raises(InputError, match=f"{side} 1: found float; expected a text"):
             encode(["the red fox", float("nan")])
     assert encoder.encode_queries(["the red fox"]).shape == (1, 32)  # control
-
-
-@pytest.mark.parametrize("device", ["gpu", f"cuda:{torch.cuda.device_count()}"])
-def test_a_device_that_the_machine_lacks_is_refused(device, tmp_path):
-    words_encoder().save(tmp_path / "model")
-    assert DualEncoder.load(tmp_path / "model", device="cpu").device.type == "cpu"  # control
-    with pytest.raises(InputError, match=f"^device '{device}' cannot be used .*; expected a"):
-        DualEncoder.load(tmp_path / "model", device=device)
 
 
 def test_threads_can_encode_at_the_same_time():
