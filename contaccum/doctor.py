@@ -18,15 +18,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-import requests
-
 from contaccum.errors import Failed, in_one_line, install_command, printable, without_logins
 from contaccum.runtime.files import cache_folder
 
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy")
 TOLERANCE = 1e-3  # maximum error of a product; TF32 causes smaller errors, a wrong kernel larger
 FAISS_SECONDS = 180
-NETWORK_SECONDS = 3
 LOW_DISK = 5 * 2**30  # bytes
 
 
@@ -197,17 +194,10 @@ def network() -> Diagnosis:
     """
     from huggingface_hub import constants
 
-    advice = "use local folders instead of Hub names, and set HF_HUB_OFFLINE=1 to avoid waiting"
-    if constants.is_offline_mode():
-        found = (
-            "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; encoders and data sets are read from "
-            "the cache only"
-        )
-        return Diagnosis("note", "network", found)
-    try:
-        answer = requests.head(constants.ENDPOINT, timeout=NETWORK_SECONDS, allow_redirects=False)
-        answer.raise_for_status()
-    except requests.RequestException as error:
-        found = f"{constants.ENDPOINT} does not answer ({in_one_line(error)})"
-        return Diagnosis("note", "network", found, advice)
+    from contaccum.runtime.hub import why_offline
+
+    if reason := why_offline():
+        advice = "use local folders instead of Hub names, and set HF_HUB_OFFLINE=1 to avoid waiting"
+        found = f"{reason}, so encoders and data sets are read from the cache only"
+        return Diagnosis("note", "network", found, "" if constants.is_offline_mode() else advice)
     return Diagnosis("ok", "network", f"{constants.ENDPOINT} answers")

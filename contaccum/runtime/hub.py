@@ -48,7 +48,7 @@ def hub_errors(
     times, for 30 seconds, and print a line for each attempt.
     """
     before, _ = _failures.get(constants.ENDPOINT, ("", 0.0))
-    reason = _failure(constants.ENDPOINT)
+    reason = why_offline()
     if reason or before:
         # also for child processes, and for libraries that are imported later
         os.environ["HF_HUB_OFFLINE"] = "1" if reason else "0"
@@ -64,13 +64,14 @@ def hub_errors(
 _failures: dict[str, tuple[str, float]] = {}
 
 
-def _failure(endpoint: str) -> str:
+def why_offline() -> str:
     """Return why the Hub cannot be used, or an empty text if it answers.
 
     After a failure, it is asked again after ``AGAIN`` s.
     """
     import requests
 
+    endpoint = constants.ENDPOINT
     reason, asked = _failures.get(endpoint, ("", 0.0))
     if not reason and constants.is_offline_mode():
         return "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"

@@ -20,7 +20,6 @@ from contaccum.runtime.launch import refuse_ignored_launch
 @pytest.mark.parametrize(
     ("precision", "environment", "said"),
     [
-        ("fp32", {"MIXED_PRECISION": "no"}, None),
         ("bf16", {"MIXED_PRECISION": "bf16"}, None),
         ("bf16", {"MIXED_PRECISION": "no"}, None),
         (
