@@ -229,32 +229,32 @@ def _published_settings(
 
     The model's own name decides, then that of an adapter's base, then the name that config.json
     keeps in a fine-tuned copy. Warn if the last one decides, and if a name contains that of a
-    family, but the settings are not known. given: settings of the caller, which have priority.
+    family, but the settings are not known. given: settings of the caller, which are left out.
     """
-    for own_name in (name, base.name if base else ""):
-        if settings := family_settings(own_name):
-            return {key: value for key, value in settings.items() if key in keys}
-    undecided = [key for key in keys if key not in given]
     config = optional_json(name, _join(subfolder, "config.json"), ModelFile) or {}
     original = config.get("_name_or_path") or ""
-    published = family_settings(original)
-    settings = {key: published[key] for key in undecided if key in published}
+    undecided = [key for key in keys if key not in given]
+    for known_as in (name, base.name if base else "", original):
+        if published := family_settings(known_as):
+            settings = {key: published[key] for key in undecided if key in published}
+            if known_as is original and settings:
+                used = ", ".join(f"{key} {value!r}" for key, value in settings.items())
+                warnings.warn(
+                    f"{name}: config.json says that this is a copy of {original}, so {used} are "
+                    "used, as published for that model. If the copy was trained with other "
+                    "settings, give these.",
+                    stacklevel=2,
+                )
+            return settings
     words = FAMILY_WORDS if "pooling" in keys else NEEDS_PREFIX
     family = words.search(_model_name(name)) or words.search(_model_name(original))
-    if settings:
-        used = ", ".join(f"{key} {value!r}" for key, value in settings.items())
-        warnings.warn(
-            f"{name}: config.json says that this is a copy of {original}, so {used} are used, as "
-            "published for that model. If the copy was trained with other settings, give these.",
-            stacklevel=2,
-        )
-    elif undecided and family and not published:
+    if family and undecided:
         warnings.warn(
             f"{name}: this seems to be a {family[0]} model, but its settings are not known, so "
             f"{', '.join(undecided)} have their defaults. Give the settings from the model's card.",
             stacklevel=2,
         )
-    return settings
+    return {}
 
 
 def model_folder(name: str | Path) -> str:

@@ -37,7 +37,6 @@ def require_texts(texts: Any, what: str, prefix: str) -> list[str]:
     """
     if isinstance(texts, str | Mapping) or hasattr(texts, "columns"):
         raise InputError(f"found a {type(texts).__name__}; expected a list of texts")
-    prefix = require_utf8(prefix, f"{what} prefix")
     return [prefix + require_utf8(text, f"{what} {number}") for number, text in enumerate(texts)]
 
 
