@@ -334,14 +334,12 @@ def whole_words(tokenizer: Any) -> list[str]:
     )
 
 
-def pairs_of_texts(
-    tokenizer: Any, count: int, seed: int = 0, most: int = 512
-) -> tuple[list[str], list[str]]:
+def pairs_of_texts(tokenizer: Any, count: int, most: int) -> tuple[list[str], list[str]]:
     """Return ``count`` random queries and passages of QUERY_TOKENS and PASSAGE_TOKENS tokens, or
     the model's limit."""
     words = whole_words(tokenizer)
-    queries = made_texts(count, min(QUERY_TOKENS, most) - 2, words, 2 * seed)
-    return queries, made_texts(count, min(PASSAGE_TOKENS, most) - 2, words, 2 * seed + 1)
+    queries = made_texts(count, min(QUERY_TOKENS, most) - 2, words, 0)
+    return queries, made_texts(count, min(PASSAGE_TOKENS, most) - 2, words, 1)
 
 
 def pairs_of_set(folder: str, count: int) -> tuple[list[str], list[str]]:

@@ -101,10 +101,10 @@ def meta_engine() -> Engine:
     return engine
 
 
-def operations(method: str, pairs: int, bank: Bank, first_id: int = 0) -> int:
+def operations(method: str, pairs: int, bank: Bank) -> int:
     """Return the number of operations of a micro-step, or of a whole step for the WHOLE_STEP
     methods."""
-    ids = torch.arange(first_id, first_id + MICRO_STEPS * pairs).view(-1, pairs, 1)[
+    ids = torch.arange(MICRO_STEPS * pairs).view(-1, pairs, 1)[
         : MICRO_STEPS if method in WHOLE_STEP else 1
     ]
     text = Tokens(torch.zeros(pairs, 1, dtype=torch.long), torch.ones(pairs, 1, dtype=torch.long))

@@ -41,13 +41,13 @@ def folder_lock(folder: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def waiting_lock(path: Path, message: str = "", after: float = 10.0) -> Iterator[None]:
+def waiting_lock(path: Path, after: float = 10.0) -> Iterator[None]:
     """Lock the file ``path`` for this process inside the ``with`` block.
 
     Wait while another process holds the lock.
 
     After ``after`` seconds of waiting, print which process holds the lock (process number and
-    host), followed by ``message``.
+    host).
     """
     lock = SoftFileLock(path)
     with write_errors(path):
@@ -56,7 +56,7 @@ def waiting_lock(path: Path, message: str = "", after: float = 10.0) -> Iterator
             lock.acquire(timeout=after)
         except Timeout:
             advice = "If that process has ended, delete this lock file."
-            print(f"{path}: waiting for {_holder(path)}{message}. {advice}", file=sys.stderr)
+            print(f"{path}: waiting for {_holder(path)}. {advice}", file=sys.stderr)
             lock.acquire()
     try:
         yield
