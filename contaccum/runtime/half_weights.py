@@ -8,8 +8,9 @@ each other in memory, so that one matrix product computes these layers.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,25 @@ SAME_INPUT = (
 )  # fmt: skip
 
 
+@dataclass(eq=False)
+class Group:
+    """Weights that one tensor replaces: one weight, or those of layers that one product computes.
+
+    copy: their half-precision copy, whose memory is the same in all steps. None: the tensor has the
+    memory of the weight.
+    """
+
+    weights: list[nn.Parameter]
+    copy: Tensor | None
+
+    def split(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return the part of ``tensor`` that belongs to each weight."""
+        return tensor.split([len(weight) for weight in self.weights])
+
+
+Tensors = dict[Group, Tensor]
+
+
 class HalfWeights:
     """Tensors that replace the weights of an encoder inside passes.
 
@@ -36,9 +56,19 @@ class HalfWeights:
     def __init__(self, encoder: nn.Module, dtype: torch.dtype) -> None:
         """dtype: data type of the copies."""
         owners = owners_of_weights(encoder)
-        self.half = copied_weights(encoder)
-        # lists of layers that one product computes
-        self.joined: list[list[nn.Linear]] = []
+        half = copied_weights(encoder)
+        self.groups: list[Group] = []
+
+        def add_group(weights: list[nn.Parameter]) -> Group:
+            copy = None
+            if weights[0] in half:
+                rows = sum(len(weight) for weight in weights)
+                copy = weights[0].new_empty(rows, *weights[0].shape[1:], dtype=dtype)
+            self.groups.append(Group(weights, copy))
+            return self.groups[-1]
+
+        # layers that one product computes, with the groups of their weights and of their biases
+        self.joined: list[tuple[list[nn.Linear], Group, Group | None]] = []
         for module in encoder.modules():
             for names in SAME_INPUT:
                 layers: list[Any] = [getattr(module, name, None) for name in names]
@@ -46,48 +76,29 @@ class HalfWeights:
                     continue
                 weights = [layer.weight for layer in layers]
                 kinds = {(layer.weight.requires_grad, layer.bias is None) for layer in layers}
-                alone = all(each in self.half and len(owners[each]) == 1 for each in weights)
+                alone = all(each in half and len(owners[each]) == 1 for each in weights)
                 if alone and len(kinds) == 1:
-                    self.joined.append(layers)
-        # lists of weights that one tensor replaces
-        self.groups = [
-            list(weights)
-            for layers in self.joined
-            for weights in zip(*(layer.parameters() for layer in layers), strict=True)
-        ]
-        in_joined = {weight for group in self.groups for weight in group}
-        self.groups += [
-            [weight]
+                    group, biases = add_group(weights), None
+                    if layers[0].bias is not None:
+                        biases = add_group([layer.bias for layer in layers])
+                    self.joined.append((layers, group, biases))
+        in_joined = {weight for group in self.groups for weight in group.weights}
+        of_weight = {
+            weight: add_group([weight])
             for weight in owners
-            if weight not in in_joined and (weight.requires_grad or weight in self.half)
-        ]
-        number = {weight: n for n, group in enumerate(self.groups) for weight in group}
+            if weight not in in_joined and (weight.requires_grad or weight in half)
+        }
+        # where the other weights are in their modules
         self.places = [
-            (module._parameters, name, weight, number[weight])
+            (module._parameters, name, weight, of_weight[weight])
             for module in encoder.modules()
             for name, weight in module.named_parameters(recurse=False)
-            if weight in number and weight not in in_joined
+            if weight in of_weight
         ]
-        # numbers of the groups of the weights and biases of ``joined``
-        self.joined_numbers = [
-            (number[first.weight], None if first.bias is None else number[first.bias])
-            for first, *_ in self.joined
-        ]
-        self.rows = [[len(weight) for weight in group] for group in self.groups]
-        # copies in half precision, by number of the group; their memory is the same in all steps
-        self.copies = {
-            n: group[0].new_empty(sum(rows), *group[0].shape[1:], dtype=dtype)
-            for n, (group, rows) in enumerate(zip(self.groups, self.rows, strict=True))
-            if group[0] in self.half
-        }
-        self.sources = [weight for n in self.copies for weight in self.groups[n]]
-        self.targets = [
-            part for n, copy in self.copies.items() for part in copy.detach().split(self.rows[n])
-        ]
-        self.values: list[Tensor] = []  # of ``groups`` inside the passes of this step
+        self.values: Tensors = {}  # inside the passes of this step
         # the same values as leaves of a graph, for each pass with a graph that awaits its backward
         # pass; if passes shared them, their gradients would be summed in half precision
-        self.leaves: list[list[Tensor]] = []
+        self.leaves: list[Tensors] = []
         # repeats forward passes inside backward passes
         self.checkpointing = any(
             getattr(module, "gradient_checkpointing", False) for module in encoder.modules()
@@ -95,7 +106,7 @@ class HalfWeights:
 
     def drop(self) -> None:
         """Forget the values and the gradients of this step."""
-        self.values, self.leaves = [], []
+        self.values, self.leaves = {}, []
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -104,42 +115,47 @@ class HalfWeights:
             self.values = self._values()
         tensors = self.values
         if torch.is_grad_enabled():
-            tensors = [
-                value.detach().requires_grad_(group[0].requires_grad)
-                for value, group in zip(self.values, self.groups, strict=True)
-            ]
+            tensors = {
+                group: value.detach().requires_grad_(group.weights[0].requires_grad)
+                for group, value in self.values.items()
+            }
             self.leaves.append(tensors)
         with self._replaced(tensors):
             yield
 
     @torch.no_grad()
-    def _values(self) -> list[Tensor]:
+    def _values(self) -> Tensors:
         """Return the current values of the weights, in the precision that passes need."""
-        if self.sources:
-            torch._foreach_copy_(self.targets, self.sources)
-        return [
-            self.copies[n] if n in self.copies else group[0].detach()
-            for n, group in enumerate(self.groups)
-        ]
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        values: Tensors = {}
+        for group in self.groups:
+            values[group] = group.weights[0].detach() if group.copy is None else group.copy
+            if group.copy is not None:
+                sources += group.weights
+                targets += group.split(group.copy)
+        if sources:
+            torch._foreach_copy_(targets, sources)
+        return values
 
     @contextmanager
-    def _replaced(self, tensors: list[Tensor]) -> Iterator[None]:
+    def _replaced(self, tensors: Tensors) -> Iterator[None]:
         try:
-            for parameters, name, _, n in self.places:
-                parameters[name] = tensors[n]  # type: ignore[assignment]
-            for layers, (weight, bias) in zip(self.joined, self.joined_numbers, strict=True):
+            for parameters, name, _, group in self.places:
+                parameters[name] = tensors[group]  # type: ignore[assignment]
+            for layers, weights, biases in self.joined:
                 product = JoinedLayers(
                     [layer.out_features for layer in layers],
-                    tensors[weight],
-                    None if bias is None else tensors[bias],
+                    tensors[weights],
+                    None if biases is None else tensors[biases],
                 )
                 for place, layer in enumerate(layers):
                     layer.forward = partial(product.output, place)  # type: ignore[method-assign]
             yield
         finally:
-            for parameters, name, weight_of_place, _ in self.places:
-                parameters[name] = weight_of_place
-            for layers in self.joined:
+            for parameters, name, weight, _ in self.places:
+                parameters[name] = weight
+            for layers, _, _ in self.joined:
                 for layer in layers:
                     vars(layer).pop("forward", None)  # restores the method of the class
 
@@ -154,10 +170,11 @@ class HalfWeights:
         while self.leaves:
             leaves = self.leaves.pop()  # autograd also adds the gradients of the last pass first
             received: list[tuple[nn.Parameter, Tensor]] = []
-            for group, rows, leaf in zip(self.groups, self.rows, leaves, strict=True):
+            for group, leaf in leaves.items():
                 if leaf.grad is not None:
-                    gradients = leaf.grad.split(rows) if len(group) > 1 else [leaf.grad]
-                    received += zip(group, gradients, strict=True)
+                    # not split if there is one weight, which may have no dimension
+                    parts = group.split(leaf.grad) if len(group.weights) > 1 else [leaf.grad]
+                    received += zip(group.weights, parts, strict=True)
             for start in range(0, len(received), GROUP):
                 add_gradients(received[start : start + GROUP])
 
