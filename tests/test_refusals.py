@@ -695,7 +695,7 @@ def test_repair_accepts_what_it_repairs_and_nothing_else():
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory) -> Path:
-    """A plain encoder, a saved one, an adapter, and two models of sentence-transformers."""
+    """A plain encoder, a saved one, an adapter, and a model of sentence-transformers."""
     root = tmp_path_factory.mktemp("models")
     family_folder("bert", root / "plain")
     two = {**SIZE, "tie_towers": False}
@@ -704,8 +704,6 @@ def encoders(tmp_path_factory) -> Path:
         root / "adapter"
     )
     shutil.copytree(root / "saved" / "query_encoder", root / "st")
-    shutil.copytree(root / "saved", root / "router")
-    (root / "router" / "contaccum.json").unlink()
     return root
 
 
@@ -748,10 +746,7 @@ DAMAGES: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("saved/contaccum.json", values(pooling=None), "pooling is None; expected one of"),
     ("saved/contaccum.json", values(query_prefix=7),
      "Expected `str`, got `int` - at `$.query_prefix`"),
-    ("st/1_Pooling/config.json", values(pooling_mode_mean_tokens=False),
-     "expected exactly one of cls, mean, last"),
     ("st/config_sentence_transformers.json", values(prompts={"query": 5}), "prompts"),
-    ("router/router_config.json", values(structure={}), "no route for query"),
     # weights that do not match the configuration, or have changed
     ("plain/model.safetensors", NO_LAYER, "16 tensors are missing (encoder.layer.0"),
     ("plain/model.safetensors", NARROW,
@@ -786,7 +781,7 @@ def test_a_damaged_encoder_is_refused_in_one_sentence(file, damage, sentence, en
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["plain", "saved", "adapter", "st", "router"])
+@pytest.mark.parametrize("name", ["plain", "saved", "adapter", "st"])
 def test_undamaged_encoders_load(name, encoders):
     """Negative control."""
     assert np.isfinite(DualEncoder.load(encoders / name, **SIZE).encode_queries(["fox"])).all()
