@@ -30,7 +30,7 @@ from contaccum.errors import InputError
 from contaccum.formats.readers import beir_file, numbered_corpus, numbered_queries
 from contaccum.formats.records import OnError, SourceLocation, is_blank, stop
 from contaccum.runtime.cache import file_key
-from contaccum.runtime.progress import Progress
+from contaccum.runtime.progress import progress_bar
 from contaccum.runtime.units import counted
 
 REPAIR = "Use --repair (in training: --data.repair true)"
@@ -87,7 +87,7 @@ def build_corpus(
     lines = array("q")
     empty = []  # row numbers
     passages = numbered_corpus(source, on_error)
-    for location, passage in Progress.over(passages, f"reading {source.name}", "passages"):
+    for location, passage in progress_bar(None, f"reading {source.name}", "passages", passages):
         if is_blank(passage.text):
             empty.append(writer.rows)
             if not repair:

@@ -43,7 +43,7 @@ from contaccum.formats.records import (
     stop,
 )
 from contaccum.runtime.cache import file_key
-from contaccum.runtime.progress import Progress
+from contaccum.runtime.progress import progress_bar
 from contaccum.runtime.units import counted
 
 _BATCH = 1000  # number of queries that are read at a time
@@ -225,7 +225,7 @@ def build_examples(path: Path, folder: Path, on_error: OnError = stop) -> dict[s
     rows = array("q")
     scores = array("f")
     examples = numbered_examples(path, on_error)
-    for location, example in Progress.over(examples, f"reading {path.name}", "examples"):
+    for location, example in progress_bar(None, f"reading {path.name}", "examples", examples):
         lists = (example.positives, example.negatives, example.others)
         empty = next((each for part in lists for each in part if is_blank(each.content)), None)
         if is_blank(example.query.text) or empty:

@@ -21,7 +21,7 @@ from contaccum.formats.records import READER_VERSION, content_id, record_line
 from contaccum.runtime.cache import cached_folder
 from contaccum.runtime.checks import require_known_ids, require_utf8
 from contaccum.runtime.files import read_json, write_json
-from contaccum.runtime.progress import Progress
+from contaccum.runtime.progress import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -294,7 +294,7 @@ def build_token_table(
         largest_id = 0
         with (
             open(folder / "tokens.bin", "wb") as file,
-            Progress(len(texts), f"tokenizing {columns[-1]}", "texts") as progress,
+            progress_bar(len(texts), f"tokenizing {columns[-1]}", "texts") as progress,
         ):
             for batch in column_batches(texts, columns, _TEXTS):
                 rows = zip(*(batch[column] for column in columns), strict=True)

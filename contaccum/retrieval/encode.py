@@ -43,7 +43,7 @@ from contaccum.runtime.files import cache_folder, remove_folder
 from contaccum.runtime.launch import is_main
 from contaccum.runtime.locks import folder_lock, lock_if_free, waiting_lock
 from contaccum.runtime.processes import ALONE, Processes, joined
-from contaccum.runtime.progress import Progress
+from contaccum.runtime.progress import progress_bar
 from contaccum.runtime.units import counted, gigabytes
 
 if TYPE_CHECKING:
@@ -143,12 +143,12 @@ def encode_shard(
     start: int,
     stop: int,
     batch_tokens: int | None,
-    progress: Progress,
+    progress: Callable[[int], object],
     keep_texts: bool = False,
 ) -> Shard:
     """Encode the rows ``start`` to ``stop`` - 1. Return a shard with their ids and float32 vectors.
 
-    progress: counts the texts. keep_texts: also put the texts into the shard.
+    progress: called with the number of texts. keep_texts: also put the texts into the shard.
     """
     ids: list[str] = []
     kept: list[str] = []
@@ -159,7 +159,7 @@ def encode_shard(
         chunk_ids, content = texts.read(first, last)
         ids += chunk_ids
         kept += content if keep_texts else []
-        vectors[first - start : last - start] = encode(content, batch_tokens, progress.update)
+        vectors[first - start : last - start] = encode(content, batch_tokens, progress)
     return Shard(ids, vectors, kept if keep_texts else None)
 
 
@@ -178,9 +178,9 @@ def encode_in_memory(
     stop = texts.rows if stop is None else stop
     with (
         encoder.in_lockstep(texts.kind),
-        Progress(stop - start, "encoding", texts.unit) as progress,
+        progress_bar(stop - start, "encoding", texts.unit) as bar,
     ):
-        shard = encode_shard(encoder, texts, start, stop, batch_tokens, progress)
+        shard = encode_shard(encoder, texts, start, stop, batch_tokens, bar.update)
     refuse_infinite(texts.kind, shard.ids, shard.vectors)
     return shard
 
@@ -336,10 +336,12 @@ def encode_texts(
             if fault or number not in finished:
                 missing.append(number)
         rows = sum(stop - start for start, stop in map(job.span, missing))
-        with Progress(rows, "encoding", texts.unit) as progress:
+        with progress_bar(rows, "encoding", texts.unit) as bar:
             for number in missing:
                 start, stop = job.span(number)
-                shard = encode_shard(encoder, texts, start, stop, batch_tokens, progress, job.text)
+                shard = encode_shard(
+                    encoder, texts, start, stop, batch_tokens, bar.update, job.text
+                )
                 write_shard(folder, number, job, shard)
         return write_manifest(folder, job)
 

@@ -1,12 +1,11 @@
-"""Lines about a long task where stderr is no terminal."""
+"""Progress of a long task where stderr is no terminal."""
 
-import re
 import time
 
 import pytest
 
 from contaccum.runtime import progress
-from contaccum.runtime.progress import Progress, announced
+from contaccum.runtime.progress import announced, progress_bar
 
 
 def test_a_block_is_announced_only_if_it_is_slow(monkeypatch, capsys):
@@ -23,32 +22,12 @@ def test_a_block_is_announced_only_if_it_is_slow(monkeypatch, capsys):
     assert printed == "contaccum: loading\n"
 
 
-@pytest.mark.parametrize(
-    ("total", "first", "second"),
-    [
-        (None, "1,000 lines", "2,000 lines"),
-        (3000, "1,000 of 3,000 lines", r"2,000 of 3,000 lines, about [0-9.e-]+ s left"),
-    ],
-)
-def test_the_first_line_comes_soon_and_the_next_after_a_minute(
-    total, first, second, monkeypatch, capsys
-):
-    """Only the later ones have an estimate of the time."""
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
-    with Progress(total, "reading", "lines") as bar:
-        for _ in range(3):
-            bar.update(1000)
-    assert capsys.readouterr().err == f"contaccum: reading: {first}\n"
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    with Progress(total, "reading", "lines") as bar:
-        for _ in range(3):
-            bar.update(1000)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == (3 if total is None else 2)  # nothing is left after the last item
-    assert re.fullmatch(f"contaccum: reading: {second}", lines[1])
-
-
-def test_items_are_counted_as_they_pass(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
-    assert list(Progress.over(iter(range(2500)), "reading", "lines")) == list(range(2500))
-    assert capsys.readouterr().err == "contaccum: reading: 1,000 lines\n"
+@pytest.mark.parametrize("seconds", [0.0, 1000.0])
+def test_a_bar_is_shown_only_if_the_task_is_slow(seconds, monkeypatch, capsys):
+    for name in ("FIRST_SECONDS", "LINE_SECONDS"):
+        monkeypatch.setattr(progress, name, seconds)
+    assert list(progress_bar(None, "reading", "lines", range(20))) == list(range(20))
+    with progress_bar(20, "encoding", "texts") as bar:
+        bar.update(10)
+    found = capsys.readouterr().err
+    assert ("reading: " in found, "10/20" in found) == (seconds == 0, seconds == 0)
