@@ -52,7 +52,7 @@ def make_parser(doc: str | None, model: bool = True) -> argparse.ArgumentParser:
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--json", type=Path, help="file for the figures; the table goes beside it, as .md"
+        "--json", type=Path, help="file for the figures; the table gets the same name with .md"
     )
     parser.add_argument(
         "--quick",

@@ -24,7 +24,7 @@ full length have. Ours are packed and count real tokens; a peer that pads counts
 more row has the largest of our budgets whose update needs no more memory than the peer's.
 
 GradCache 0.0.1, the one release on PyPI, installs a package named ``gradcache`` whose modules
-import ``grad_cache``: it cannot be imported as it stands. ``--gradcache DIR`` names the folder it
+import ``grad_cache``: it cannot be imported. ``--gradcache DIR`` names the folder it
 was installed into, and the name it wants is given to it.
 """
 

@@ -42,7 +42,7 @@ TINY = {
     "run": {"device": "cpu", "save_steps": 4},
 }
 SET_UP_OVER = 0.8
-"""Share of the kills that come behind the set-up, which is most of so short a run's life."""
+"""Share of the kills that come after the set-up, which is most of so short a run's life."""
 
 WITH_CHILDREN = 0.5
 """Share of the kills that also hit the runs of a comparison; the others leave them to find out that
@@ -50,11 +50,11 @@ they are alone."""
 
 
 @dataclass(frozen=True)
-class Verb:
+class Command:
     """One command of the campaign."""
 
     call: Callable[[Path, str], list[str]]
-    """Output folder and variant -> arguments; given again, the same call goes on with a broken
+    """Output folder and variant -> arguments; given again, the same call continues a broken
     run.
     """
     variants: tuple[str, ...]
@@ -63,7 +63,7 @@ class Verb:
     run."""
 
 
-def verbs(data: Path, model: Path, config: Path) -> dict[str, Verb]:
+def commands(data: Path, model: Path, config: Path) -> dict[str, Command]:
     def train(output: Path, method: str) -> list[str]:
         return [
             "train", "--config", str(config), "--method", method, "--output_dir", str(output),
@@ -83,9 +83,9 @@ def verbs(data: Path, model: Path, config: Path) -> dict[str, Verb]:
         ]  # fmt: skip
 
     return {
-        "train": Verb(train, METHODS, ("model/**/*",)),
-        "encode": Verb(encode, ("passage",), ("*",)),
-        "compare": Verb(
+        "train": Command(train, METHODS, ("model/**/*",)),
+        "encode": Command(encode, ("passage",), ("*",)),
+        "compare": Command(
             compare, ("grad_accum,cont_accum",), ("runs/*/model/**/*", "runs/*/metrics.json")
         ),
     }
@@ -97,12 +97,12 @@ def contaccum(arguments: list[str]) -> BaseProcess:
     It is forked from this process, which has imported the libraries already; importing them takes
     longer than such a short run.
     """
-    process = get_context("fork").Process(target=run_verb, args=(arguments,))
+    process = get_context("fork").Process(target=run_command, args=(arguments,))
     process.start()
     return process
 
 
-def run_verb(arguments: list[str]) -> None:
+def run_command(arguments: list[str]) -> None:
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -149,12 +149,14 @@ def at_work(output: Path) -> bool:
     return any(b'"step"' in log.read_bytes() for log in logs) or (output / "00000.npy").exists()
 
 
-def kill_once(verb: Verb, output: Path, variant: str, longest: float, draw: random.Random) -> str:
+def kill_once(
+    command: Command, output: Path, variant: str, longest: float, draw: random.Random
+) -> str:
     """Start a call and kill it at a random moment before its end; return the moment."""
     while True:
         shutil.rmtree(output, ignore_errors=True)
         began = time.monotonic()
-        process = contaccum(verb.call(output, variant))
+        process = contaccum(command.call(output, variant))
         if draw.random() < SET_UP_OVER:
             while process.is_alive() and not at_work(output):
                 time.sleep(0.005)
@@ -176,21 +178,21 @@ def kill(process: BaseProcess, with_children: bool) -> None:
     process.join()
 
 
-def campaign(verb: Verb, kills: int, folder: Path, draw: random.Random) -> dict[str, object]:
+def campaign(command: Command, kills: int, folder: Path, draw: random.Random) -> dict[str, object]:
     """Kill and continue ``kills`` times, over the variants in turn."""
     expected, longest = {}, {}
-    for variant in verb.variants[:kills]:
+    for variant in command.variants[:kills]:
         whole = folder / f"whole-{variant}"
-        longest[variant] = finish(verb.call(whole, variant))
-        expected[variant] = checksums(whole, verb.results)
-        assert expected[variant], f"no {verb.results} in {whole}"
+        longest[variant] = finish(command.call(whole, variant))
+        expected[variant] = checksums(whole, command.results)
+        assert expected[variant], f"no {command.results} in {whole}"
     equal, lost, moments = 0, 0, Counter()
-    for number, variant in zip(range(kills), cycle(verb.variants), strict=False):
+    for number, variant in zip(range(kills), cycle(command.variants), strict=False):
         output = folder / f"killed-{variant}"
-        moments[kill_once(verb, output, variant, longest[variant], draw)] += 1
+        moments[kill_once(command, output, variant, longest[variant], draw)] += 1
         before = finished_shards(output)
-        finish(verb.call(output, variant))
-        same = checksums(output, verb.results) == expected[variant]
+        finish(command.call(output, variant))
+        same = checksums(output, command.results) == expected[variant]
         lost += sum(
             finished_shards(output).get(name) != written for name, written in before.items()
         )
@@ -241,17 +243,17 @@ def main() -> int:
     data, config = folder / "data", folder / "config.yaml"
     write_corpus(data)
     config.write_text(json.dumps({**TINY, "data": {**TINY["data"], "train": str(data)}}))
-    table = verbs(data, folder / "model" / "model", config)
+    table = commands(data, folder / "model" / "model", config)
     finish(table["train"].call(folder / "model", "grad_accum"))
     draw, right = random.Random(options.seed), True
     print(
-        "| verb | kills | in set-up | at work | while writing | equal to the unbroken run | "
+        "| command | kills | in set-up | at work | while writing | equal to the unbroken run | "
         "finished shards made again |"
     )
     print("|---|---|---|---|---|---|---|")
-    for name, verb in table.items():
+    for name, command in table.items():
         if kills := getattr(options, name):
-            found = campaign(verb, kills, folder / name, draw)
+            found = campaign(command, kills, folder / name, draw)
             parts = " | ".join(
                 str(found["moments"][part]) for part in ("in set-up", "at work", "while writing")
             )

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The runs behind docs/results/small_encoder.md, part by part. Started again, it does what is missing and nothing else.
+# The runs of docs/results/small_encoder.md, part by part. Started again, it does what is missing and nothing else.
 #   MODEL=DIR MEDQUAD=BEIR_DIR SCIFACT=BEIR_DIR bash benchmarks/study/run.sh [PART...]
 # Parts: medquad (four methods at M = N, learning rates tuned on dev), aged (rows weighed by age), scifact (both), bank (M = 8 N),
 # switches, all_methods (passage_bank), tied (towers that share their weights), six (MODEL6, another encoder, at RATE6), n128

@@ -3,7 +3,7 @@
     python benchmarks/study/tables.py docs/results/study.jsonl.gz [TABLE...] [--page
     docs/results/study_tables.md]
 
---page writes the tables into a page, each behind the line <!-- table: NAME -->, instead of printing
+--page writes the tables into a page, each after the line <!-- table: NAME -->, instead of printing
 them.
 
 Mean and standard deviation are over seeds. Tests are paired, against the reference of the table:
@@ -635,7 +635,7 @@ TABLES: dict[str, tuple[Callable[[Studies, str], Table], str]] = {
 
 
 MARKED = re.compile(r"(?<=<!-- table: )(\S+)( -->\n\n)((?:\|[^\n]*\n)*)")
-"""A table in a page: its name, what stands between, its lines. A new table has no lines."""
+"""A table in a page: its name, the end of its comment, its lines. A new table has no lines."""
 
 
 def main() -> None:
@@ -646,7 +646,7 @@ def main() -> None:
     parser.add_argument(
         "tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}; all when none is named"
     )
-    parser.add_argument("--page", type=Path, help="Markdown file whose tables are made anew")
+    parser.add_argument("--page", type=Path, help="Markdown file whose tables are replaced")
     chosen = parser.parse_args()
     studies = read_pack(chosen.pack)
 

@@ -97,7 +97,7 @@ def dev_score(job: Job, done: Done) -> float:
 
 
 def neighbours(row: str, best: Choice, tried: list[Choice]) -> list[Choice]:
-    """Return choices beyond the edges of the grid that the best choice lies at."""
+    """Return choices beyond the edges of the grid if the best choice is at an edge."""
     pairs, rate = best
     rates = [other for size, other in tried if size == pairs]
     sizes = [size for size, _ in tried]
