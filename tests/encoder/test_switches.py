@@ -1,9 +1,6 @@
 """Options of the encoder's computation equal the plain one in vectors, gradients and dropout; each
 with a negative control."""
 
-import json
-
-import numpy as np
 import pytest
 import torch
 from helpers import VOCABULARY, largest_difference, micro_batches, run_steps, tiny_encoder
@@ -328,21 +325,6 @@ DROPOUTS = {
     "modernbert": ("embedding_dropout", "mlp_dropout", "attention_dropout"),
     "gpt_bigcode": ("embd_pdrop", "resid_pdrop", "attn_pdrop"),
 }
-
-
-def test_token_vectors_narrower_than_the_layers(tmp_path):
-    """As in facebook/opt-350m."""
-    encoder = family_encoder(
-        "opt", word_embed_proj_dim=16, ffn_dim=64, do_layer_norm_before=False
-    ).eval()
-    vectors = encoder.encode_queries(["a", "b"])
-    assert vectors.shape == (2, 16)
-    encoder.save(tmp_path / "model")
-    np.testing.assert_array_equal(
-        DualEncoder.load(tmp_path / "model").encode_queries(["a", "b"]), vectors
-    )
-    pooling = json.loads((tmp_path / "model" / "1_Pooling" / "config.json").read_text())
-    assert pooling["word_embedding_dimension"] == 16
 
 
 def test_fingerprint_of_a_family_with_weights_without_dimensions():
