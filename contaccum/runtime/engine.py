@@ -63,8 +63,6 @@ class Engine(Processes):
         # torch's CPU kernels for fp16 are incomplete
         if precision == "fp16" and self.device.type == "cpu":
             raise InputError("run.precision is fp16, but the device is cpu; use fp32 or bf16")
-        if tf32 and self.device.type != "cuda":
-            warnings.warn(f"run.tf32 has no effect on {self.device.type}", stacklevel=2)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # NCCL uses the current device
         self.started_group = start_group(self.device.type, timeout_minutes)
