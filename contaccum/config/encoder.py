@@ -117,9 +117,8 @@ class ModelConfig(EncodingConfig):
     """Compute activations again in the backward pass instead of storing them. This saves memory,
     but a step takes about 1.5 times as long."""
     attention: Literal["auto", "eager", "sdpa"] = "auto"
-    """Implementation of attention in transformers. `auto` uses that of the encoder's config.json if
-    it is one of the others, else lets transformers choose. It is not used without padding
-    (`model.unpad`)."""
+    """Implementation of attention in transformers. `auto` lets transformers choose. It is not used
+    without padding (`model.unpad`)."""
     unpad: bool | Literal["auto"] = "auto"
     """Skip padding tokens. The texts of a micro-batch are concatenated, and attention stays within
     each text. This works with BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, ELECTRA,
