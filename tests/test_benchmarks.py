@@ -86,7 +86,8 @@ def test_each_part_of_the_gpu_suite_runs_on_a_cpu(part, forked_programs, tmp_pat
     done = run("bash", "benchmarks/gpu_suite.sh", str(out), *options, **forked_programs)
     assert done.returncode == 0, done.stdout
     found = json.loads((out / f"part{part}.json").read_text())
-    assert [step["name"] for step in found["steps"] if step["state"] != "passed"] == []
+    skipped = [step["name"] for step in found["steps"] if step["state"] != "passed"]
+    assert skipped == (["shrink"] if part == 1 else [])
     assert [step["part"] for step in found["steps"]] == [0] + [part] * (len(found["steps"]) - 1)
     assert (out / f"part{part}.log").read_text() == done.stdout
     steps = gpu_suite.make_steps(out, "cpu", True)
