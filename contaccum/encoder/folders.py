@@ -427,14 +427,14 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
     # in sentence-transformers the default similarity is cosine, even without a Normalize module
     named = str(about.get("similarity_fn_name") or "cosine")
     similarity = named.replace("dot_score", "dot").replace("cos_sim", "cosine")
+    if similarity == "dot" and normalized:
+        similarity = "cosine"  # inner products of unit vectors
     pooling = optional_json(name, _join(modules[1].path, "config.json"), dict[str, Any]) or {}
     if pooling.get("include_prompt") is False and any(_prompts(about).values()):
         raise InputError(
             f"{name}: pooling excludes the prompt (include_prompt is false); contaccum supports "
             "only pooling over all tokens"
         )
-    if similarity == "dot" and normalized:
-        similarity = "cosine"  # inner products of unit vectors
     settings: dict[str, Any] = {"pooling": _pooling(pooling, name), "similarity": similarity}
     length = _max_length(name, files.subfolder, side)
     if length is not None:
