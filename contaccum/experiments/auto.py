@@ -53,7 +53,7 @@ from contaccum.experiments.auto_state import (
     passes,
 )
 from contaccum.experiments.compare import Configure, require_unseen
-from contaccum.experiments.jobs import TEST_CONTENT, Kind, contents_of, delete_weights, run_job
+from contaccum.experiments.jobs import Kind, contents_of, delete_weights, run_job
 from contaccum.experiments.page import require_matplotlib
 from contaccum.experiments.report import SIGNIFICANT, write_page
 from contaccum.experiments.run_records import (
@@ -62,6 +62,7 @@ from contaccum.experiments.run_records import (
     differences,
     group_runs,
     load_run_record,
+    warn_of_different_tests,
 )
 from contaccum.experiments.settings import Values, Variant, named
 from contaccum.experiments.tuning import Tuned, rung_shares, tune
@@ -341,7 +342,7 @@ class Auto:
         expected = duration(self.state.expected(stage))
         self.say(f"evaluating {which} on the {whose} queries, which takes about {expected}")
         began = time.monotonic()
-        run_job(kind, self.config(stage, {}), data, contents=self._contents(data))
+        run_job(kind, self.config(stage, {}), data)
         self.state.seconds[stage] = time.monotonic() - began
         self.state.save()
         if not self.state.steps:
@@ -510,13 +511,7 @@ class Auto:
             after=state.after_training(),
             report=report,
         )
-        run_job("run", config, self.test, after_step=pace, contents=self._contents(self.test))
-
-    def _contents(self, data: dict[str, str]) -> dict[str, str]:
-        """Return the hash of the test data at the first call, nothing for the dev data."""
-        if data is self.dev or TEST_CONTENT not in self.state.settings:
-            return {}
-        return {TEST_CONTENT: self.state.settings[TEST_CONTENT]}
+        run_job("run", config, self.test, after_step=pace)
 
     def _verdict(self) -> str:
         """Write the report.
@@ -525,6 +520,7 @@ class Auto:
         """
         metric = self.base.run.metric
         runs = [load_run_record(self.output / name) for name in ("bm25", "untrained", "train")]
+        warn_of_different_tests(runs)
         groups = group_runs(runs)
         found = differences(groups, metric, {self.output / "untrained"})
         page = self.output / "report.html"

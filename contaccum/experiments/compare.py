@@ -25,7 +25,13 @@ from contaccum.experiments.jobs import (
 )
 from contaccum.experiments.page import require_matplotlib
 from contaccum.experiments.report import console_table, results, write_page
-from contaccum.experiments.run_records import dev_score, differences, group_runs, load_run_record
+from contaccum.experiments.run_records import (
+    dev_score,
+    differences,
+    group_runs,
+    load_run_record,
+    warn_of_different_tests,
+)
 from contaccum.experiments.settings import (
     Values,
     Variant,
@@ -247,7 +253,9 @@ class Study:
         with signals.deferred():
             failed |= run_jobs(jobs, slots, signals, warned)
 
-        groups = group_runs([load_run_record(job.folder) for job in jobs if job.done], labels)
+        runs = [load_run_record(job.folder) for job in jobs if job.done]
+        warn_of_different_tests(runs)
+        groups = group_runs(runs, labels)
         metric = self.base.run.metric
         found = differences(groups, metric, self._reference(rows, baselines))
         problems = [f"{name}: {problem}" for name, problem in failed.items()]

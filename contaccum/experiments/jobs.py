@@ -27,7 +27,6 @@ from contaccum.config.load import flat
 from contaccum.data.dataset import load_training, open_dataset
 from contaccum.data.identity import text_hash
 from contaccum.data.retrieval_set import RetrievalSet
-from contaccum.data.train_set import TrainSet
 from contaccum.encoder import DualEncoder, model_folder
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.evaluate import evaluate
@@ -52,10 +51,6 @@ from contaccum.training.run_folder import (
 POLL_SECONDS = 0.1
 ENCODERS = ("model.name", "model.passage_name", "loss.guide")  # may name folders of encoders
 Kind = Literal["run", "bm25", "untrained"]
-# keys of ``contents_of``
-TEST_CONTENT = "content of the test data"
-TRAINING_CONTENT = "content of the training data"
-DEV_CONTENT = "content of the dev data"
 
 
 @dataclass(frozen=True)
@@ -126,19 +121,23 @@ def contents_of(kind: Kind, config: TrainConfig, test: dict[str, str] | None) ->
     data, contents = config.data, {}
     if test is not None:
         judged = open_dataset(test["data"], test["split"], data.policy).retrieval_set
-        contents[TEST_CONTENT] = judged.fingerprint()
+        contents["content of the test data"] = judged.fingerprint()
     if kind == "bm25":
         return contents
     train_set = load_training(data, config.distils)
-    contents[TRAINING_CONTENT] = train_set.fingerprint
+    contents["content of the training data"] = train_set.fingerprint
     if test is not None:
-        warn_of_trained_queries("test", f"{test['data']} {test['split']}", judged, train_set)
+        of_test = "test", f"{test['data']} {test['split']}", judged
+        warn_of_shared_queries(*of_test, train_set.shared_queries(judged.queries), "training")
     if kind == "run" and data.dev:
         dev = open_dataset(data.dev, data.dev_split, data.policy).retrieval_set
-        contents[DEV_CONTENT] = dev.fingerprint()
-        warn_of_trained_queries("dev", f"{data.dev} {data.dev_split}", dev, train_set)
+        contents["content of the dev data"] = dev.fingerprint()
+        of_dev = "dev", f"{data.dev} {data.dev_split}", dev
+        warn_of_shared_queries(*of_dev, train_set.shared_queries(dev.queries), "training")
         if test is not None:
-            warn_of_dev_queries(test, judged, dev)
+            known = {text_hash(text) for text in dev.queries.values()}
+            same = [key for key, text in judged.queries.items() if text_hash(text) in known]
+            warn_of_shared_queries(*of_test, same, "dev")
     settings = flat(asdict(config))
     for name in ENCODERS if kind == "run" else ENCODERS[:2]:  # the untrained encoder needs no guide
         if settings[name] and os.path.isdir(settings[name]):  # not a name on the Hub
@@ -146,29 +145,19 @@ def contents_of(kind: Kind, config: TrainConfig, test: dict[str, str] | None) ->
     return contents
 
 
-def warn_of_dev_queries(test: dict[str, str], judged: RetrievalSet, dev: RetrievalSet) -> None:
-    """Warn if test queries have the text of a dev query."""
-    known = {text_hash(text) for text in dev.queries.values()}
-    same = [key for key, text in judged.queries.items() if text_hash(text) in known]
+def warn_of_shared_queries(
+    kind: str, source: str, judged: RetrievalSet, same: list[str], other: str
+) -> None:
+    """Warn if queries also have a part in choosing the model.
+
+    kind: ``test`` or ``dev``. same: ids of the queries of ``judged`` whose texts are also in the
+    ``other`` data (``training`` or ``dev``, on which a run keeps its best model).
+    """
     if same:
         warnings.warn(
-            f"{test['data']} {test['split']}: {len(same)} of "
-            f"{counted(len(judged.queries), 'test query')} are also dev queries (first: "
-            f"{same[0]!r}), and a run keeps its best model on dev, so the scores on the test data "
-            "are too high; test queries must have other texts than dev queries",
-            stacklevel=2,
-        )
-
-
-def warn_of_trained_queries(
-    kind: str, source: str, judged: RetrievalSet, train_set: TrainSet
-) -> None:
-    """Warn if queries have the text of a training query. kind: ``test`` or ``dev``."""
-    if same := train_set.shared_queries(judged.queries):
-        warnings.warn(
             f"{source}: {len(same)} of {counted(len(judged.queries), f'{kind} query')} also occur "
-            f"in the training data (first: {same[0]!r}), so the scores on the {kind} data are too "
-            f"high; {kind} queries must have other texts than training queries",
+            f"in the {other} data (first: {same[0]!r}), so the scores on the {kind} data are too "
+            f"high; {kind} queries must have other texts than {other} queries",
             stacklevel=2,
         )
 
@@ -327,14 +316,19 @@ def run_job(
     """Train and evaluate a model, or evaluate a baseline. Save the metrics on the test data.
 
     test: data and split. None: save only the dev metric. keep_weights: False deletes checkpoints
-    and model at the end. after_step: see ``train``. contents: hashes of data and encoders, see
-    ``contents_of``; raises InputError if one of them changed.
+    and model at the end. after_step: see ``train``. contents: the planned ``contents_of`` the run;
+    raises InputError if they changed.
     """
-    run, contents = Path(config.output_dir), contents or {}
-    if contents.keys() - {TEST_CONTENT}:
+    run = Path(config.output_dir)
+    if contents:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the parent has printed these warnings
-            refuse_changed(contents, contents_of(kind, config, test), config, test)
+            now = contents_of(kind, config, test)
+        if changed := [name for name in contents if now[name] != contents[name]]:
+            raise InputError(
+                f"{', '.join(changed)} changed after the first run started, so the runs could not "
+                "be compared. Undo the change and repeat the command, or use another output_dir."
+            )
     device, trust = config.run.device, config.model.trust_remote_code
     model: EncoderConfig | DualEncoder = EncoderConfig(BM25_NAME)
     if kind == "run":
@@ -348,8 +342,6 @@ def run_job(
         write_json(run / TUNED_FILE, {"metric": metric, "score": mean[metric]})
     else:
         judged = open_dataset(test["data"], test["split"], config.data.policy).retrieval_set
-        # they may have changed during training
-        refuse_changed(contents, {TEST_CONTENT: judged.fingerprint()}, config, test)
         settings = SearchConfig(batch_tokens=config.run.eval_batch_tokens)
         metrics = evaluate(model, judged, settings=settings)
         about = {**test, "test_content": judged.fingerprint(), "own_ids": False}
@@ -358,32 +350,6 @@ def run_job(
         write_json(run / METRICS_FILE, {**about, **metrics})
     if not keep_weights:
         delete_weights(run)
-
-
-def refuse_changed(
-    planned: Mapping[str, str],
-    now: Mapping[str, str],
-    config: TrainConfig,
-    test: dict[str, str] | None,
-) -> None:
-    """Raise InputError if data or an encoder changed. planned, now: see ``contents_of``."""
-    data, settings = config.data, flat(asdict(config))
-    for name in planned.keys() & now.keys():
-        if planned[name] == now[name]:
-            continue
-        if name == TEST_CONTENT and test is not None:
-            what = f"{test['data']} {test['split']}: the test data"
-        elif name == TRAINING_CONTENT:
-            what = f"{data.train or 'data.mixture'}: the training data"
-        elif name == DEV_CONTENT:
-            what = f"{data.dev} {data.dev_split}: the dev data"
-        else:
-            setting = name.removeprefix("content of ")
-            what = f"{settings[setting]}: the files of {setting}"
-        raise InputError(
-            f"{what} changed after the first run started, so the runs could not be compared. Undo "
-            "the change and repeat the command, or use another output_dir."
-        )
 
 
 def delete_weights(run: Path) -> None:

@@ -16,9 +16,9 @@ from contaccum.experiments.run_records import (
     RunGroup,
     best_first,
     differences,
-    different_tests,
     group_runs,
     load_run_record,
+    warn_of_different_tests,
 )
 from contaccum.runtime.checks import refuse_other_file
 from contaccum.runtime.files import write_text
@@ -63,21 +63,7 @@ def console_report(
     """
     refuse_other_file(page, "page")
     runs = [load_run_record(folder) for folder in folders]
-    tested = {frozenset(run.per_query): run for run in runs if run.per_query}
-    if len(tested) > 1:
-        first, second, *_ = (
-            f"{run.folder} has {counted(len(run.per_query), 'query')}" for run in tested.values()
-        )
-        warnings.warn(
-            f"the runs were evaluated on different test queries ({first}, {second}); their metrics "
-            "cannot be compared",
-            stacklevel=2,
-        )
-    if len(tested) == 1 and (difference := different_tests(runs)):
-        warnings.warn(
-            f"{difference}. Evaluate both again to compare only the models.",
-            stacklevel=2,
-        )
+    warn_of_different_tests(runs)
     groups, found = group_runs(runs), []
     for group in groups:
         warn_of_missing_results(group)

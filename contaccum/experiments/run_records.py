@@ -4,6 +4,7 @@ import json
 import os
 import re
 import statistics
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +28,7 @@ from contaccum.training.run_folder import (
 MISSING = "-"  # empty cell of a table
 TUNED_FILE = "tuned.json"  # dev metric of a finished tuning run
 TESTED_ON = {
+    "per_query": "on different test queries",
     "test_content": (
         "on different test data: the query ids are the same, but texts or judgements differ"
     ),
@@ -221,17 +223,24 @@ class RunGroup:
         return statistics.median(values) if values else None
 
 
-def different_tests(runs: Iterable[RunRecord]) -> str | None:
-    """Return a sentence part that names two runs whose scores cannot be compared, or None."""
+def warn_of_different_tests(runs: Iterable[RunRecord]) -> None:
+    """Warn if two runs were evaluated on different queries or data, or in different ways."""
     for key, what in TESTED_ON.items():
-        first: dict[str, Path] = {}
+        first: dict[str, Path] = {}  # value as text -> folder of the first run with it
         for run in runs:
-            if (value := (run.metrics or {}).get(key)) is not None:
+            value = (run.metrics or {}).get(key)
+            if key == "per_query":
+                value = sorted(run.per_query) or None
+            if value is not None:
                 first.setdefault(str(value), run.folder)
         if len(first) > 1:
             one, other, *_ = first.values()
-            return f"{one} and {other} were evaluated {what}"
-    return None
+            warnings.warn(
+                f"{one} and {other} were evaluated {what}. Evaluate both again to compare only the "
+                "models.",
+                stacklevel=3,
+            )
+            return
 
 
 def varied(runs: Iterable[RunRecord]) -> list[str]:

@@ -299,8 +299,7 @@ def test_the_quick_commands_of_the_readme_run(place):
 
 
 @pytest.mark.acceptance
-@pytest.mark.filterwarnings("default:.* also occur in the training data")
-@pytest.mark.filterwarnings("default:.* are also dev queries")
+@pytest.mark.filterwarnings("default:.* also occur in the (training|dev) data")
 @pytest.mark.parametrize(
     "name", sorted({page_name(command.page) for command in COMMANDS if runs(command)})
 )

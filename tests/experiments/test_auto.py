@@ -32,8 +32,7 @@ from contaccum.experiments.tuning import rung_shares, survivors
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:contaccum auto chooses these settings",
-    "default:.* also occur in the training data",
-    "default:.* are also dev queries",
+    "default:.* also occur in the (training|dev) data",
 )
 
 PREDICTED = {"start": 20.0, "dev": 2.0, "untrained": 20.0, "bm25": 1.0, "run": 3.0}
@@ -268,7 +267,7 @@ def test_a_changed_number_of_steps_is_explained(planned, monkeypatch, capsys):
     made = planned("15m")[0]
     made.state.chosen = dict(made._candidates()[0])
 
-    def run_job(kind, config, test, after_step, contents=None):
+    def run_job(kind, config, test, after_step):
         steps = made.state.steps
         for total in (steps, steps + 9, steps + 9, steps):
             training = SimpleNamespace(done=1, total=total, dev=SimpleNamespace(best={}))
@@ -302,7 +301,7 @@ def test_tuning_runs_of_a_rung_cost_equally_much(planned, monkeypatch):
     pass_seconds = PREDICTED["pass"] / 3
     costs, starts = {}, []
 
-    def run_job(kind, config, test, after_step, contents=None):
+    def run_job(kind, config, test, after_step):
         starts.append(config.output_dir)
         if len(starts) == 4:
             raise Interrupted(signal.SIGTERM, "stopped")

@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -37,8 +37,7 @@ from contaccum.training.run_folder import flat
 pytestmark = [
     pytest.mark.filterwarnings(
         "default:.*1 invalid record is skipped",
-        "default:.* also occur in the training data",
-        "default:.* are also dev queries",
+        "default:.* also occur in the (training|dev) data",
     ),
     pytest.mark.usefixtures("forked_workers"),
 ]
@@ -120,7 +119,7 @@ def test_finished_comparison_runs_nothing_again(study_folder, capsys):
     code, said = call(capsys, study_folder, *arguments)
     assert (code, len(said.splitlines())) == (0, 4)
     assert "skipped 1 passage with" in said
-    assert "10 of 10 test queries are also dev queries" in said
+    assert "10 of 10 test queries also occur in the dev data" in said
     assert "10 of 10 test queries also occur in the training data" in said
     assert "10 of 10 dev queries also occur in the training data" in said
     assert stamps(study) == before
@@ -326,71 +325,52 @@ def test_test_queries_with_the_text_of_a_training_query_are_counted(tmp_path):
         contents_of("run", config, {"data": str(test), "split": "test"})
 
 
-def test_test_queries_with_the_text_of_a_dev_query_are_counted(tmp_path):
+@pytest.mark.parametrize("trained", [True, False])
+def test_queries_with_the_text_of_a_training_or_dev_query_are_counted(trained, tmp_path):
     """A run keeps its best model on dev."""
-    data = write_beir(tmp_path / "data")
-    judged = (data / "qrels" / "dev.tsv").read_text()
-    (data / "qrels" / "test.tsv").write_text(judged)
-    train = write_beir(tmp_path / "train")
-    (train / "queries.jsonl").write_text(
-        (train / "queries.jsonl").read_text().replace("where is", "who is")
-    )
+    data, train = write_beir(tmp_path / "data"), write_beir(tmp_path / "train")
+    shutil.copy(data / "qrels" / "dev.tsv", data / "qrels" / "test.tsv")
+    queries = train / "queries.jsonl"
+    if not trained:
+        queries.write_text(queries.read_text().replace("where is", "who is"))
     config = train_config(train, tmp_path / "run", **{"data.dev": str(data)})
-    with pytest.warns(UserWarning, match=r"test: 10 of 10 test queries are also dev queries"):
-        contents_of("run", config, {"data": str(data), "split": "test"})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        contents_of("run", replace(config, data=replace(config.data, dev=None)), None)
+    test = {"data": str(data), "split": "test"}
+
+    def shared(kind: str, test: dict[str, str] | None) -> list[tuple[str, str]]:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            contents_of(kind, config, test)
+        found = re.compile(r"10 of 10 (\w+) queries also occur in the (\w+) data")
+        return [found.search(str(each.message)).groups() for each in warned]
+
+    assert shared("run", test) == [
+        *[("test", "training"), ("dev", "training")] * trained,
+        ("test", "dev"),
+    ]
+    # no dev query has influenced the untrained encoder
+    assert shared("untrained", test) == [("test", "training")] * trained
+    assert shared("run", None) == [("dev", "training")] * trained
 
 
-def test_test_data_that_changed_after_the_first_run_are_refused(tmp_path):
-    data = write_beir(tmp_path / "data")
-    test = {"data": str(data), "split": "dev"}
-    config = train_config(data, tmp_path / "bm25")
-    contents = contents_of("bm25", config, test)
-    qrels = data / "qrels" / "dev.tsv"
-    before = qrels.read_text()
-    qrels.write_text(before.replace("\t1\n", "\t2\n"))
-    with pytest.raises(
-        InputError, match=f"^{data} dev: the test data changed after the first run started"
-    ):
-        run_job("bm25", config, test, contents=contents)
-    assert not (tmp_path / "bm25" / "metrics.json").exists()
-    qrels.write_text(before)
-    run_job("bm25", config, test, contents=contents)
-    assert (tmp_path / "bm25" / "metrics.json").exists()
-
-
-@pytest.mark.filterwarnings("ignore:.*also occur in the training data")
-@pytest.mark.parametrize(
-    ("file", "what"), [("train.tsv", "the training data"), ("dev.tsv", "the dev data")]
-)
-def test_data_that_change_between_two_runs_are_refused(file, what, tmp_path):
+@pytest.mark.filterwarnings("ignore:.*also occur in the")
+@pytest.mark.parametrize("changed", ["train", "dev", "test"])
+def test_data_that_change_between_two_runs_are_refused(changed, tmp_path):
     """The plan has read them; the first run used them, and the second would use others."""
     data = write_beir(tmp_path / "data")
+    test = {"data": str(data), "split": "test"} if changed == "test" else None
     other = {"data.dev": str(data), "optim.max_steps": 1}
     first, second = (train_config(data, tmp_path / name, **other) for name in "ab")
-    contents = contents_of("run", first, None)
-    run_job("run", first, None, contents=contents)
-    qrels = data / "qrels" / file
+    contents = contents_of("run", first, test)
+    run_job("run", first, test, contents=contents)
+    qrels = data / "qrels" / f"{changed}.tsv"
     before = qrels.read_text()
     qrels.write_text(before.replace("q1\tp1\t1", "q1\tp5\t1"))
-    with pytest.raises(InputError, match=f"{data}.*: {what} changed after the first run started"):
-        run_job("run", second, None, contents=contents)
+    with pytest.raises(InputError, match=f"^content of the {changed}.* data changed after the"):
+        run_job("run", second, test, contents=contents)
     assert not (tmp_path / "b").exists()
     qrels.write_text(before)
-    run_job("run", second, None, contents=contents)
-    assert (tmp_path / "b" / "tuned.json").exists()
-
-
-def test_dev_queries_with_the_text_of_a_training_query_are_counted(tmp_path):
-    data = write_beir(tmp_path / "data")
-    config = train_config(data, tmp_path / "run", **{"data.dev": str(data)})
-    with pytest.warns(UserWarning, match=r"dev: 10 of 10 dev queries also occur in the training"):
-        contents_of("run", config, None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        contents_of("untrained", config, None)  # which no dev query has influenced
+    run_job("run", second, test, contents=contents)
+    assert (tmp_path / "b" / ("metrics.json" if test else "tuned.json")).exists()
 
 
 def test_a_budget_of_passes_warns_of_passes_that_cost_more(tmp_path):

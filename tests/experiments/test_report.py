@@ -121,10 +121,7 @@ def test_runs_on_different_test_queries_cause_a_warning(tmp_path, recwarn):
     metrics = json.loads((runs[1] / "metrics.json").read_text())
     metrics["per_query"]["another"] = metrics["per_query"].pop("q0")
     (runs[1] / "metrics.json").write_text(json.dumps(metrics))
-    with pytest.warns(
-        UserWarning,
-        match=r"different test queries \(.*a has 12 queries, .*b has 12 queries\); their metrics",
-    ):
+    with pytest.warns(UserWarning, match=r"a and .*b were evaluated on different test queries"):
         console_report(list(map(str, runs)), "ndcg@10")
 
 

@@ -138,8 +138,7 @@ def test_study_settings_can_be_trained_in_every_rung(name, budget):
 
 
 @pytest.mark.acceptance
-@pytest.mark.filterwarnings("default:.* also occur in the training data")
-@pytest.mark.filterwarnings("default:.* are also dev queries")
+@pytest.mark.filterwarnings("default:.* also occur in the (training|dev) data")
 @pytest.mark.usefixtures("forked_workers")
 def test_packed_runs_of_a_comparison_can_be_read_again(data, tmp_path, monkeypatch):
     splits = {f"--data.{part}": data / part for part in ("train", "dev")}
