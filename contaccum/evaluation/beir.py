@@ -11,6 +11,7 @@ from contaccum.data.dataset import open_dataset
 from contaccum.errors import InputError, library_errors, require
 from contaccum.evaluation.metrics import Metrics, hash_of_positives
 from contaccum.formats.records import Passage
+from contaccum.retrieval.encode import Texts, load_encoder_of
 
 if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
@@ -38,12 +39,8 @@ class BeirEncoder:
         self, corpus: Sequence[Mapping[str, str]], batch_size: int = 0, **_: Any
     ) -> torch.Tensor:
         """Encode n passages with title and text; return the vectors (n, d)."""
-        return torch.from_numpy(self.encoder.encode_passages(contents(corpus), self.batch_tokens))
-
-
-def contents(corpus: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return title and text of each passage, joined."""
-    return [Passage("", passage["title"], passage["text"]).content for passage in corpus]
+        contents = [Passage("", passage["title"], passage["text"]).content for passage in corpus]
+        return torch.from_numpy(self.encoder.encode_passages(contents, self.batch_tokens))
 
 
 def evaluate_with_beir(
@@ -62,8 +59,6 @@ def evaluate_with_beir(
     from beir.retrieval.evaluation import EvaluateRetrieval
     from beir.retrieval.search.dense import DenseRetrievalExactSearch
 
-    from contaccum.encoder.precision import SAMPLE, load_encoder
-
     dataset = open_dataset(data, split)
     judged = dataset.retrieval_set.qrels  # without the queries that have no positive
     fix = "; expected a BEIR folder with unpacked files"
@@ -80,9 +75,7 @@ def evaluate_with_beir(
         passage["title"] = passage["title"] or ""
     if isinstance(model, str | Path):
         model = EncoderConfig.of(model)
-    if isinstance(model, EncoderConfig):
-        some = list(corpus.values())[:SAMPLE]
-        model = load_encoder(model, "passage", lambda: contents(some))
+    model = load_encoder_of(model, "passage", lambda: Texts("passage", dataset.corpus))
     search = DenseRetrievalExactSearch(BeirEncoder(model, batch_tokens))
     scorer = EvaluateRetrieval(search, cutoffs, score_function="dot")
     results = scorer.retrieve(corpus, queries)

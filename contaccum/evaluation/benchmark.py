@@ -12,11 +12,11 @@ from contaccum.catalog import NANO
 from contaccum.catalog.download import FORUMS
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
-from contaccum.errors import InputError
 from contaccum.evaluation.evaluate import Evaluator, evaluate
 from contaccum.evaluation.metrics import SHOWN, Metrics, average, read_metrics
 from contaccum.retrieval.encode import Texts, load_encoder_of
 from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, index_settings
+from contaccum.retrieval.shards import require_origin
 from contaccum.runtime.files import write_json
 from contaccum.runtime.processes import ALONE, Processes
 
@@ -95,7 +95,7 @@ def evaluate_benchmark(
     encoder = None
     if model.model != BM25_NAME:
         first = sets[0]
-        name = file_name(first.data)
+        name = quote(first.data, safe="")
         encoder = load_encoder_of(
             model,
             "passage",
@@ -111,7 +111,7 @@ def evaluate_benchmark(
         shared |= index_settings(settings)
     rows: dict[str, list[Metrics]] = {}
     for benchmark_set in sets:
-        name = file_name(benchmark_set.data)
+        name = quote(benchmark_set.data, safe="")
         embeddings = settings.embeddings and str(Path(settings.embeddings) / name)
         index_dir = settings.index_dir and str(Path(settings.index_dir) / name)
         with group.main_first():
@@ -126,12 +126,7 @@ def evaluate_benchmark(
         metrics: Any
         if file is not None and file.is_file():
             metrics = read_metrics(file)
-            for option, value in scored_with.items():
-                if metrics.get(option) != value:
-                    raise InputError(
-                        f"{file}: was scored with {option} {metrics.get(option)!r}; this call has "
-                        f"{value!r}. Use another --output."
-                    )
+            require_origin(file, metrics, scored_with)
         else:
             metrics = evaluate(
                 encoder or model,
@@ -156,13 +151,6 @@ def evaluate_benchmark(
     if output is not None and group.is_main:
         write_json(Path(output) / "benchmark.json", result)
     return result
-
-
-def file_name(data: str) -> str:
-    """Return a file name for a data set that no other data set has: a/b and a-b differ."""
-    name = quote(data, safe="")
-    # benchmark.json is the table, and a folder cannot be named . or ..
-    return f"{name}%" if name in ("benchmark", ".", "..") else name
 
 
 def benchmark_means(evaluated: Mapping[str, list[Metrics]]) -> dict[str, Any]:

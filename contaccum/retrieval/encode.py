@@ -116,11 +116,6 @@ def load_encoder_of(
     from contaccum.encoder.precision import SAMPLE, load_encoder
 
     if not isinstance(choice, EncoderConfig):
-        if not hasattr(choice, "encode_queries"):
-            raise InputError(
-                f"model is a {type(choice).__name__}, expected a DualEncoder, or the folder or the "
-                "name of an encoder"
-            )
         return choice
     if choice.precision == "auto":
         for folder in folders:
@@ -250,29 +245,12 @@ def cached_vectors(
     with waiting_lock(locks / f"{name}.lock") if group.is_main else nullcontext():
         if group.is_main and not (folder / MANIFEST).is_file():
             size = texts.rows * encoder.dim * np.dtype(dtype).itemsize
-            shown = f"{size / 1e6:,.0f} MB" if size >= 1e6 else f"{size / 1e3:,.0f} kB"
             print(
                 f"contaccum: encoding {texts.rows:,} {texts.unit}; other commands will find the "
-                f"vectors in the cache ({shown}, limit {CACHE_BYTES / 1e6:,.0f} MB)",
+                f"vectors in the cache ({size / 1e6:,.1f} of {CACHE_BYTES / 1e6:,.0f} MB)",
                 file=sys.stderr,
             )
-            # delete the vectors that were not used for the longest time
-            with waiting_lock(locks / "vectors.lock"):
-                others = []  # time of the last use, size and folder
-                for other in folder.parent.glob("*"):
-                    with suppress(FileNotFoundError):  # another program has just deleted a file
-                        bytes_of = sum(file.stat().st_size for file in other.glob("*"))
-                        if other != folder:
-                            others.append((other.stat().st_mtime, bytes_of, other))
-                total = size + sum(bytes_of for _, bytes_of, _ in others)
-                for _, bytes_of, other in sorted(others):
-                    if total <= CACHE_BYTES:
-                        break
-                    with lock_if_free(locks / f"{other.name}.lock") as free:
-                        if free:
-                            with suppress(FileNotFoundError):
-                                remove_folder(other)
-                            total -= bytes_of
+            make_room(size, folder)
         group.barrier()
         encode_texts(
             encoder,
@@ -286,6 +264,30 @@ def cached_vectors(
         group.barrier()
         os.utime(folder)
         return name, list(ShardFolder(folder))
+
+
+def make_room(size: int, folder: Path) -> None:
+    """Delete vectors in the cache until ``size`` bytes more fit: the longest unused first.
+
+    folder: where the new vectors go. Vectors that a running command uses are kept.
+    """
+    locks = cache_folder() / "locks"
+    with waiting_lock(locks / "vectors.lock"):
+        others = []  # time of the last use, size and folder
+        for other in folder.parent.glob("*"):
+            with suppress(FileNotFoundError):  # another program has just deleted a file
+                bytes_of = sum(file.stat().st_size for file in other.glob("*"))
+                if other != folder:
+                    others.append((other.stat().st_mtime, bytes_of, other))
+        total = size + sum(bytes_of for _, bytes_of, _ in others)
+        for _, bytes_of, other in sorted(others):
+            if total <= CACHE_BYTES:
+                return
+            with lock_if_free(locks / f"{other.name}.lock") as free:
+                if free:
+                    with suppress(FileNotFoundError):
+                        remove_folder(other)
+                    total -= bytes_of
 
 
 def encode_texts(

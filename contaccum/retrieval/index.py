@@ -15,7 +15,13 @@ from tqdm.auto import tqdm
 from contaccum.errors import InputError, library_errors
 from contaccum.retrieval.exact import best_first
 from contaccum.retrieval.faiss_library import GPU_LIMIT, load_faiss, reason_of, search_gpus
-from contaccum.retrieval.shards import MANIFEST, Shards, count_rows, row_blocks
+from contaccum.retrieval.shards import (
+    MANIFEST,
+    Shards,
+    count_rows,
+    require_origin,
+    row_blocks,
+)
 from contaccum.runtime.files import (
     read_json,
     refuse_other_files,
@@ -181,12 +187,8 @@ class Index:
         """
         path = Path(folder) / MANIFEST
         manifest = read_json(path, _Manifest, version=VERSION)
-        for name, value in asdict(expected).items() if expected else ():
-            if (found := getattr(manifest.origin, name)) != value:
-                raise InputError(
-                    f"{path}: this index belongs to different vectors or settings ({name} "
-                    f"{found!r}, but now {value!r}). Choose another folder, or delete this one."
-                )
+        if expected is not None:
+            require_origin(path, asdict(manifest.origin), asdict(expected))
         file = Path(folder) / INDEX_FILE
         if not file.is_file() or sha256_of(file) != manifest.sha256:
             raise InputError(

@@ -59,24 +59,24 @@ def ranked(pairs: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
     return sorted(pairs, key=lambda pair: (pair[1], pair[0]), reverse=True)
 
 
-def write_run(path: str | Path, run: Run, tag: str = "contaccum") -> None:
-    """Write a TREC run file.
-
-    Each line is ``query Q0 passage rank score tag``. Ranks start at 1. Scores are not rounded.
+def write_run(path: str | Path, run: Run) -> None:
+    """Write a TREC run file. Ranks start at 1, and scores are not rounded.
 
     The file appears only when it is complete. Raises InputError for ids that the format does not
     allow, see ``require_run_ids``.
     """
     passage_ids = (passage_id for hits in run.values() for passage_id, _ in hits)
-    require_run_ids(path, chain([tag], run, passage_ids))
+    require_run_ids(path, chain(run, passage_ids))
     with whole_records(path) as file:
         for query_id, hits in run.items():
             for rank, (passage_id, score) in enumerate(hits, 1):
-                file.write(f"{query_id} Q0 {passage_id} {rank} {float(score)!r} {tag}\n".encode())
+                file.write(
+                    f"{query_id} Q0 {passage_id} {rank} {float(score)!r} contaccum\n".encode()
+                )
 
 
 def require_run_ids(path: str | Path, ids: Iterable[str]) -> None:
-    """Raise InputError if an id or tag is empty or contains white space.
+    """Raise InputError if an id is empty or contains white space.
 
     A TREC run file does not allow this.
     """
@@ -130,24 +130,10 @@ class RankedPassage(NamedTuple):
 
 def read_passages(corpus: Dataset, ranking: Sequence[tuple[str, float]]) -> list[RankedPassage]:
     """Return the passages of a ranking in its order, with title and text."""
-    rows = rows_of(corpus, {passage_id for passage_id, _ in ranking})
+    rows = find_rows(corpus, {passage_id for passage_id, _ in ranking})
     read = corpus[[rows[passage_id] for passage_id, _ in ranking]]
     texts = zip(ranking, read["title"], read["text"], strict=True)
     return [RankedPassage(*hit, title, text) for hit, title, text in texts]
-
-
-def rows_of(corpus: Dataset, ids: set[str]) -> dict[str, int]:
-    """Return the row number of each passage id in the corpus.
-
-    Raises InputError if the corpus lacks an id.
-    """
-    rows = find_rows(corpus, ids)
-    if missing := sorted(ids - rows.keys()):
-        raise InputError(
-            f"passage {missing[0]!r} of the run is not in the corpus ({len(missing)} missing); "
-            "give the corpus that was searched"
-        )
-    return rows
 
 
 def render_passages(

@@ -9,7 +9,7 @@ folder without communication.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,19 +92,6 @@ class ShardRecord:
 
 
 @dataclass(frozen=True)
-class _Source:
-    encoder: str
-
-
-@dataclass(frozen=True)
-class _About:
-    """Origin of vectors (``job``) or of an index (``origin``)."""
-
-    job: _Source | None = None
-    origin: _Source | None = None
-
-
-@dataclass(frozen=True)
 class _RecordFile:
     job: EncodingJob
     shard: ShardRecord
@@ -117,6 +104,20 @@ class _Manifest:
     shards: list[ShardRecord]
 
 
+def require_origin(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise InputError if a saved result belongs to another encoder, other texts or settings.
+
+    path: file that describes the result. found, expected: name -> value. An expected value None is
+    not compared.
+    """
+    for name, value in expected.items():
+        if value is not None and found.get(name) != value:
+            raise InputError(
+                f"{path}: belongs to different vectors or settings ({name} {found.get(name)!r}, "
+                f"but now {value!r}). Choose another folder, or delete this one."
+            )
+
+
 def finished_shards(folder: Path, job: EncodingJob) -> dict[int, ShardRecord]:
     """Return the records of the finished shards in a folder by their numbers.
 
@@ -125,12 +126,7 @@ def finished_shards(folder: Path, job: EncodingJob) -> dict[int, ShardRecord]:
     finished = {}
     for path in sorted(folder.glob("*.shard.json")):
         found = read_json(path, _RecordFile, version=VERSION)
-        for name, value in asdict(job).items():
-            if (other := getattr(found.job, name)) != value:
-                raise InputError(
-                    f"{path}: belongs to other embeddings ({name} {other!r}, but now {value!r}). "
-                    "Choose another folder, or delete this one."
-                )
+        require_origin(path, asdict(found.job), asdict(job))
         finished[int(path.name.partition(".")[0])] = found.shard
     return finished
 
@@ -139,9 +135,9 @@ def saved_precision(folder: str | Path) -> str | None:
     """Return the precision of the vectors or the index in a folder, or None if there are none."""
     for path in (Path(folder) / MANIFEST, *Path(folder).glob("*.shard.json")):
         with suppress(InputError):  # not finished
-            about = read_json(path, _About)
-            source = about.job or about.origin
-            precision = source.encoder.partition(" ")[0] if source else ""
+            about = read_json(path, dict[str, Any])
+            source = about.get("job") or about.get("origin") or {}
+            precision = source.get("encoder", "").partition(" ")[0]
             return precision if precision in PRECISIONS else None
     return None
 
@@ -240,22 +236,13 @@ class ShardFolder(Sequence[Shard]):
             )
         manifest = read_json(path, _Manifest, version=VERSION)
         self.job, self.dimension, self._records = manifest.job, manifest.dimension, manifest.shards
-        for name, expected in (("encoder", encoder), ("source", source)):
-            if expected is not None and getattr(self.job, name) != expected:
-                raise InputError(
-                    f"{path}: these embeddings belong to another {name} "
-                    f"({getattr(self.job, name)!r}, not {expected!r}). Use another folder."
-                )
+        require_origin(path, asdict(self.job), {"encoder": encoder, "source": source})
         count = len(self._records)
         self._numbers = range(count * rank // world, count * (rank + 1) // world)
         self._checked: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._numbers)
-
-    def __iter__(self) -> Iterator[Shard]:
-        # the inherited method would treat an IndexError as the end
-        return map(self.__getitem__, range(len(self)))
 
     @property
     def first_row(self) -> int:

@@ -65,15 +65,18 @@ def test_several_folders_are_rows_and_their_mean(tmp_path, capsys):
     assert again != lines
     assert {path: path.stat().st_mtime_ns for path in files} == files
     for change, said in (
-        (["--k", "50"], "k 100; this call has 50"),
-        (["--strict"], "strict False; this call has True"),
+        (["--k", "50"], "k 100, but now 50"),
+        (["--strict"], "strict False, but now True"),
     ):
         assert main([*call, *change]) == 2
-        assert f"was scored with {said}. Use another --output" in capsys.readouterr().err
+        assert (
+            f"different vectors or settings ({said}). Choose another folder"
+            in capsys.readouterr().err
+        )
     qrels = Path(folders[0]) / "qrels" / "test.tsv"
     qrels.write_text(qrels.read_text().replace("q0\tp0\t1", "q0\tp1\t1"))
     assert main(call) == 2
-    assert "was scored with test_content" in capsys.readouterr().err
+    assert "different vectors or settings (test_content" in capsys.readouterr().err
 
 
 def test_sets_whose_names_differ_only_in_a_slash_have_their_own_files(
@@ -103,7 +106,7 @@ def test_a_changed_folder_in_the_place_of_the_hub_is_another_benchmark(tmp_path,
     pairs.write_text('{"query": "red fox", "pos": ["a blue whale"], "neg": ["a red fox runs"]}\n')
     capsys.readouterr()
     assert main(call) == 2
-    assert "was scored with test_content" in capsys.readouterr().err
+    assert "different vectors or settings (test_content" in capsys.readouterr().err
 
 
 def test_what_changes_a_search_is_another_benchmark(tmp_path, monkeypatch):
@@ -124,11 +127,11 @@ def test_what_changes_a_search_is_another_benchmark(tmp_path, monkeypatch):
     found = benchmark(**index)
     assert benchmark(**index, embeddings=str(tmp_path / "vectors")) == found
     for name, value, said in (
-        ("factory", "Flat", "factory 'IVF2,Flat'; this call has 'Flat'"),
-        ("search_params", "nprobe=2", "search_params 'nprobe=1'; this call has 'nprobe=2'"),
+        ("factory", "Flat", "factory 'IVF2,Flat', but now 'Flat'"),
+        ("search_params", "nprobe=2", "search_params 'nprobe=1', but now 'nprobe=2'"),
     ):
         change = {"factory": value} if name == "factory" else {**index, name: value}
-        with pytest.raises(InputError, match=f"was scored with {said}. Use another --output"):
+        with pytest.raises(InputError, match=f"vectors or settings .{said}"):
             benchmark(**change)
     assert benchmark("bm25") == benchmark("bm25", **index)
 
@@ -141,9 +144,7 @@ def test_another_evaluator_is_another_benchmark(tmp_path, monkeypatch):
     assert evaluate_benchmark(**call, evaluator=first) == evaluate_benchmark(
         **call, evaluator=first
     )
-    with pytest.raises(
-        InputError, match=f"was scored with evaluator '{first}'; this call has '{second}'"
-    ):
+    with pytest.raises(InputError, match=f"settings .evaluator '{first}', but now '{second}'"):
         evaluate_benchmark(**call, evaluator=second)
 
 

@@ -147,13 +147,6 @@ def test_killed_and_resumed_gives_the_files_of_an_unbroken_run(tmp_path):
     assert bytes_of(broken) == bytes_of(tmp_path / "whole")
 
 
-def test_an_index_error_in_a_shard_is_not_the_end_of_the_corpus(tmp_path, monkeypatch):
-    encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10)
-    monkeypatch.setattr("contaccum.retrieval.shards.damage", lambda *_: [][0])
-    with pytest.raises(IndexError):
-        list(ShardFolder(tmp_path / "e"))
-
-
 @pytest.mark.parametrize("name", ["00001.npy", "00001.ids.json", "00001.parquet"])
 @pytest.mark.parametrize("fault", ["flipped", "gone"])
 def test_a_damaged_shard_is_refused_by_the_reader_and_made_again_by_the_writer(
@@ -203,20 +196,12 @@ def test_a_folder_of_another_job_is_refused_and_left_as_it_is(tmp_path, change, 
 
 def test_reader_refuses_another_encoder_and_other_data(tmp_path):
     encode_texts(WordEncoder(), passages(), tmp_path / "e")
-    assert (
-        len(
-            ShardFolder(
-                tmp_path / "e", WordEncoder().fingerprint("passage"), passages().fingerprint
-            )
-        )
-        == 1
-    )
-    with pytest.raises(InputError, match="belong to another encoder"):
-        ShardFolder(
-            tmp_path / "e", WordEncoder(name="other").fingerprint("passage"), passages().fingerprint
-        )
-    with pytest.raises(InputError, match="belong to another source"):
-        ShardFolder(tmp_path / "e", WordEncoder().fingerprint("passage"), passages(24).fingerprint)
+    encoder, source = WordEncoder().fingerprint("passage"), passages().fingerprint
+    assert len(ShardFolder(tmp_path / "e", encoder, source)) == 1
+    with pytest.raises(InputError, match=r"different vectors or settings \(encoder "):
+        ShardFolder(tmp_path / "e", WordEncoder(name="other").fingerprint("passage"), source)
+    with pytest.raises(InputError, match=r"different vectors or settings \(source "):
+        ShardFolder(tmp_path / "e", encoder, passages(24).fingerprint)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +241,7 @@ def test_an_embedding_that_is_not_finite_is_refused_by_its_id(tmp_path, value, d
     with pytest.raises(InputError, match="'p7'"):
         encode_texts(BrokenEncoder(value), passages(), tmp_path / "e", dtype=dtype)
     assert not list(tmp_path.rglob("*.npy"))
+    assert encode_texts(BrokenEncoder(70_000.0), passages(), tmp_path / "e", dtype="float32")
 
 
 def test_a_disk_that_cannot_be_written_stops_the_encoding(tmp_path):
@@ -268,10 +254,6 @@ def test_a_disk_that_cannot_be_written_stops_the_encoding(tmp_path):
     assert encoder.seen == 10
     finished = sorted(path.name for path in (tmp_path / "e").glob("*.shard.json"))
     assert finished == ["00000.shard.json", "00001.shard.json"]
-
-
-def test_the_same_large_value_fits_float32(tmp_path):
-    assert encode_texts(BrokenEncoder(70_000.0), passages(), tmp_path / "e", dtype="float32")
 
 
 def test_source_fingerprint_knows_where_one_text_ends_and_the_next_begins():
