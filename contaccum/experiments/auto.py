@@ -171,10 +171,10 @@ class Auto:
             ("test_split", options.test, options.test_split, AutoConfig.test_split),
         ):
             if data is None and split not in {*splits, usual}:
-                found = f"has no such split; available: {', '.join(splits)}"
-                if not splits:
-                    found = f"is no BEIR folder; set {'--test' if name == 'test_split' else name}"
-                raise InputError(f"{name} is {split}, but {base.data.train} {found}")
+                raise InputError(
+                    f"{name} is {split}, but {base.data.train} has no such split; available: "
+                    f"{', '.join(splits) or 'none'}"
+                )
         dev = base.data.dev or (base.data.train if base.data.dev_split in splits else None)
         require_other_dev(replace(base.data, dev=dev))
         self.dev_source = (dev, base.data.dev_split) if dev else None
@@ -380,7 +380,7 @@ class Auto:
             plan = (
                 f"comparing {len(candidates)} combinations of method, N and learning rate in at "
                 f"most {duration(TUNING * self.total)}, with runs of at most "
-                f"{duration(self.state.budget)}"
+                f"{duration(self.state.budget * self.state.expected('pass'))}"
             )
         self.say(f"tuning: {plan}")
         # the method is not used, because each candidate has its own
@@ -411,15 +411,14 @@ class Auto:
             if seconds:
                 self._run_trial("tune/measure", candidates[0], FEWEST_STEPS)
                 tried, seconds = state.tuning_plan(candidates, self.total)
-            state.candidates, state.budget = len(tried), seconds
-            state.price = state.expected("pass")
+            state.candidates, state.budget = len(tried), seconds / state.expected("pass")
             state.save()
         return candidates[: state.candidates]
 
     def _dev_score(self, values: Values, share: float) -> float | None:
         """Train for a share of the full budget and return the dev metric, see ``_run_trial``."""
         state = self.state
-        planned = int(share * state.budget / (state.price * passes(values)))
+        planned = int(share * state.budget / passes(values))
         steps = max(FEWEST_STEPS, min(self._most_steps(values), planned))
         return self._run_trial(f"tune/{named('run', values)}-{steps}", values, steps)
 
@@ -430,7 +429,7 @@ class Auto:
         used up.
         """
         state = self.state
-        seconds = steps * passes(values) * (state.price or state.expected("pass"))
+        seconds = steps * state.step_seconds(values)
         config = self._run_config(name, values, steps, 0)
         folder = Path(config.output_dir)
         if not (folder / TUNED_FILE).is_file():
@@ -495,13 +494,9 @@ class Auto:
         )
 
         def report(training: Training) -> None:
-            changed = ""
-            if training.total != state.steps:
-                machine = "faster" if training.total > state.steps else "slower"
-                changed = f" (not {state.steps}, because this machine is {machine} than expected)"
             state.steps = training.total
             state.best = max(state.best or 0.0, training.dev.best.get("score", 0.0))
-            self.say(f"training: step {training.done} of {training.total}{changed}")
+            self.say(f"training: step {training.done} of {training.total}")
 
         pace = Pace(
             end=time.monotonic() + left + evaluating + state.after_training(),
@@ -526,19 +521,14 @@ class Auto:
         page = self.output / "report.html"
         write_page(page, "Report", groups, metric, found)
         means = ", ".join(f"{run.name} {run.score(metric):.4f}" for run in runs)
+        # the trained model against the untrained one and against BM25
         untrained, bm25 = (
-            next(
-                one.found
-                for one in differences(groups, metric, {self.output / name})
-                if one.group.method
-            )
-            for name in ("untrained", "bm25")
+            next(one.found for one in tested if one.group.method)
+            for tested in (found, differences(groups, metric, {self.output / "bm25"}))
         )
-        on = (
-            "the dev queries, also used to choose the settings"
-            if self.test is self.dev
-            else "the test queries"
-        )
+        on = "the test queries"
+        if self.test is self.dev:
+            on = "the dev queries, also used to choose the settings"
         return (
             f"{verdict(untrained, bm25, metric)}\n{metric} on {on}: {means}\n"
             f"model: {self.output / 'train' / 'model'}\nreport: {page}\n"

@@ -68,9 +68,7 @@ class State:
     candidates: int = 0
     """Number of candidates that tuning compares. 0: not planned yet."""
     budget: float = 0.0
-    """Seconds of a tuning run in the last rung."""
-    price: float = 0.0
-    """Seconds of a forward pass of a pair, as assumed for the lengths of all tuning runs."""
+    """Forward passes of a pair of a tuning run in the last rung."""
     # setting -> chosen value; empty before the end of tuning
     chosen: dict[str, str] = field(default_factory=dict)
     steps: int = 0

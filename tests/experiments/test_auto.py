@@ -263,30 +263,6 @@ def test_a_slow_dev_evaluation_leaves_more_time_for_the_last_one(monkeypatch, sl
     assert pace.slower == pytest.approx(slower)
 
 
-def test_a_changed_number_of_steps_is_explained(planned, monkeypatch, capsys):
-    made = planned("15m")[0]
-    made.state.chosen = dict(made._candidates()[0])
-
-    def run_job(kind, config, test, after_step):
-        steps = made.state.steps
-        for total in (steps, steps + 9, steps + 9, steps):
-            training = SimpleNamespace(done=1, total=total, dev=SimpleNamespace(best={}))
-            after_step.report(training)
-
-    monkeypatch.setattr(auto, "run_job", run_job)
-    made._train()
-    steps = made.state.steps
-    lines = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert lines[1:] == [
-        f"training: step 1 of {steps}",
-        f"training: step 1 of {steps + 9} (not {steps}, because this machine is faster than "
-        "expected)",
-        f"training: step 1 of {steps + 9}",
-        f"training: step 1 of {steps} (not {steps + 9}, because this machine is slower than "
-        "expected)",
-    ]
-
-
 def test_tuning_ends_when_its_time_is_over(planned):
     made, candidates, _ = planned("15m")
     made.state.tuning = 0.2 * made.total
@@ -444,50 +420,36 @@ def test_wrong_arguments_are_refused_before_anything_is_written(
     assert not (tmp_path / "auto").exists()
 
 
-def test_the_state_is_read_after_waiting_for_another_call(tmp_path, monkeypatch):
-    """It may have another --time, but no other setting."""
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("time", None),
+        ("test_split", r"auto\.test_split was test and is other"),
+        ("train", "content of the training data was"),
+        ("test", "content of the test data was"),
+    ],
+)
+def test_a_second_call_may_have_another_time_but_no_other_settings_or_data(
+    change, said, tmp_path, monkeypatch
+):
     data = write_beir(tmp_path / "data")
     shutil.copy(data / "qrels" / "test.tsv", data / "qrels" / "other.tsv")
-    config = train_config(data, tmp_path / "auto")
-
-    def run(limit, test_split="test"):
-        return auto.run_auto(lambda changes: config, AutoConfig(test_split=test_split, time=limit))
-
-    @contextmanager
-    def waiting(path, after):
-        other = auto_of(config, "2m")
-        other.state.settings |= other.contents()
-        other.state.seconds = {"dev": 2.0}
-        other.state.save()
-        yield
-
-    monkeypatch.setattr(auto, "waiting_lock", waiting)
-    monkeypatch.setattr(auto.Auto, "run", lambda self: self.state.seconds)
-    assert run("2m") == run("3m") == {"dev": 2.0}
-    (tmp_path / "auto" / "auto.json").unlink()
-    with pytest.raises(InputError, match=r"auto\.test_split was test and is other"):
-        run("3m", "other")
-
-
-@pytest.mark.parametrize("kind", ["train", "test"])
-def test_a_call_on_changed_data_is_refused(kind, tmp_path, monkeypatch):
-    data = write_beir(tmp_path / "data")
     config = train_config(data, tmp_path / "auto")
 
     def stop(self):
         raise Interrupted(signal.SIGTERM, "stopped")
 
-    def run():
-        auto.run_auto(lambda changes: config, AutoConfig(time="2m"))
+    def run(limit="2m", split="test"):
+        auto.run_auto(lambda changes: config, AutoConfig(test_split=split, time=limit))
 
     monkeypatch.setattr(auto.Auto, "_divide", stop)
-    for _ in range(2):
-        with pytest.raises(Interrupted):
-            run()
-    qrels = data / "qrels" / f"{kind}.tsv"
-    qrels.write_text(qrels.read_text() + "q0\tp3\t1\n")
-    with pytest.raises(InputError, match=rf"content of the {kind}\w* data was"):
+    with pytest.raises(Interrupted):
         run()
+    if change in ("train", "test"):
+        with (data / "qrels" / f"{change}.tsv").open("a") as qrels:
+            qrels.write("q0\tp3\t1\n")
+    with pytest.raises(InputError if said else Interrupted, match=said):
+        run("3m", "other" if change == "test_split" else "test")
 
 
 @contextmanager
