@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import shutil
 import sys
 import time
 import warnings
@@ -42,11 +41,6 @@ from contaccum.runtime.progress import announced
 from contaccum.runtime.units import counted
 
 LIBRARIES = "loading PyTorch and other libraries"
-
-
-def _line_width() -> int:
-    """Return the maximum length of a line of a table: 120, or less in a narrow terminal."""
-    return min(120, shutil.get_terminal_size((120, 24)).columns)
 
 
 def _train(config: TrainConfig) -> None:
@@ -218,7 +212,7 @@ def _compare(options: CompareConfig, config: TrainConfig) -> object:
     with announced(LIBRARIES):
         from contaccum.experiments.compare import compare
 
-    return compare(partial(with_changes, config), options, _line_width())
+    return compare(partial(with_changes, config), options)
 
 
 def _auto(options: AutoConfig, config: TrainConfig) -> str:
@@ -240,13 +234,7 @@ def _report(options: ReportConfig) -> object:
     with announced(LIBRARIES):
         from contaccum.experiments.report import console_report
 
-    return console_report(
-        list(options.runs),
-        options.metric,
-        options.against,
-        options.html,
-        width=_line_width(),
-    )
+    return console_report(options.runs, options.metric, options.against, options.html)
 
 
 def _merge(model: MergeConfig) -> object:

@@ -5,7 +5,7 @@ The page loads no other file. Only this file imports matplotlib.
 
 import base64
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,12 +94,11 @@ class Plot(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Section of a report: heading, notes, tables and footnotes."""
+    """Section of a report: heading, tables, and notes, such as how the numbers are computed."""
 
     title: str
-    notes: Sequence[str] = ()
     tables: Sequence[Table] = ()
-    footnotes: Sequence[str] = ()  # explain how the numbers are computed
+    notes: Sequence[str] = ()
 
 
 def html(
@@ -133,78 +132,64 @@ def legend(groups: Sequence[RunGroup]) -> dict[str, str]:
 def draw_all(groups: Sequence[RunGroup], metric: str) -> list[Plot]:
     """Draw every plot for which the runs have data."""
     require_matplotlib()
-    plots = [
-        _plot(
-            "metric-time",
-            f"{metric} on the test data against training seconds; bars are standard deviations "
-            "over seeds, horizontal lines are baselines without training",
-            "training seconds",
-            metric,
-            lambda axes: _draw_cost(axes, groups, metric, "train_seconds"),
-        ),
-        _plot(
-            "metric-memory",
-            f"{metric} on the test data against peak memory",
-            "peak memory, MiB",
-            metric,
-            lambda axes: _draw_cost(axes, groups, metric, "peak_mib"),
-        ),
-        _plot(
-            "dev",
-            f"{metric} on dev during training, mean and range over seeds",
-            "step",
-            f"dev {metric}",
-            lambda axes: _draw_curves(axes, groups, {metric: "-"}),
-        ),
-        _plot(
-            "loss",
-            "Loss over steps, mean and range over seeds; methods use different numbers of "
-            "negatives, so do not compare the levels of their losses",
-            "step",
-            "loss",
-            lambda axes: _draw_curves(axes, groups, {"loss": "-"}),
-        ),
-        _plot(
-            "grad-ratio",
-            "Gradient norm of the passage tower divided by that of the query tower; 1 means equal "
-            "norms",
-            "step",
-            "passage / query",
-            lambda axes: _draw_curves(axes, groups, {"grad_norm_ratio": "-"}),
-        ),
-        _plot(
-            "bank-drift",
-            "Cosine between stored embeddings and embeddings from the current weights, mean over a "
-            "sample of the bank (solid line: queries, dashed line: passages)",
-            "step",
-            "cosine",
-            lambda axes: _draw_curves(
-                axes, groups, {"drift_query_cosine": "-", "drift_passage_cosine": "--"}
-            ),
-        ),
-    ]
-    return [plot for plot in plots if plot is not None]
-
-
-def _plot(
-    name: str, caption: str, xlabel: str, ylabel: str, draw: Callable[["Axes"], None]
-) -> Plot | None:
-    """Return the plot that ``draw`` draws, or None if the runs have no data for it."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    style: Any = {**STYLE, "svg.hashsalt": name}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(5.6, 3.6), layout="constrained")
-        axes = figure.add_subplot()
-        draw(axes)
-        if not axes.has_data():
-            return None
-        axes.set_xlabel(xlabel)
-        axes.set_ylabel(ylabel)
-        file = io.BytesIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    return Plot(name, caption, base64.b64encode(file.getvalue()).decode())
+    # name, axes, caption, and the cost or the logged values with their line styles
+    drawn: tuple[tuple[str, str, str, str, str | dict[str, str]], ...] = (
+        (
+            "metric-time", "training seconds", metric,
+            f"{metric} on the test data against training seconds; bars are standard deviations "
+            "over seeds, horizontal lines are baselines without training",
+            "train_seconds",
+        ),
+        (
+            "metric-memory", "peak memory, MiB", metric,
+            f"{metric} on the test data against peak memory",
+            "peak_mib",
+        ),
+        (
+            "dev", "step", f"dev {metric}",
+            f"{metric} on dev during training, mean and range over seeds",
+            {metric: "-"},
+        ),
+        (
+            "loss", "step", "loss",
+            "Loss over steps, mean and range over seeds; methods use different numbers of "
+            "negatives, so do not compare the levels of their losses",
+            {"loss": "-"},
+        ),
+        (
+            "grad-ratio", "step", "passage / query",
+            "Gradient norm of the passage tower divided by that of the query tower; 1 means equal "
+            "norms",
+            {"grad_norm_ratio": "-"},
+        ),
+        (
+            "bank-drift", "step", "cosine",
+            "Cosine between stored embeddings and embeddings from the current weights, mean over a "
+            "sample of the bank (solid line: queries, dashed line: passages)",
+            {"drift_query_cosine": "-", "drift_passage_cosine": "--"},
+        ),
+    )  # fmt: skip
+    plots = []
+    for name, xlabel, ylabel, caption, values in drawn:
+        style: Any = {**STYLE, "svg.hashsalt": name}
+        with matplotlib.rc_context(style):
+            figure = Figure(figsize=(5.6, 3.6), layout="constrained")
+            axes = figure.add_subplot()
+            if isinstance(values, dict):
+                _draw_curves(axes, groups, values)
+            else:
+                _draw_cost(axes, groups, metric, values)
+            if axes.has_data():
+                axes.set_xlabel(xlabel)
+                axes.set_ylabel(ylabel)
+                file = io.BytesIO()
+                figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+                image = base64.b64encode(file.getvalue()).decode()
+                plots.append(Plot(name, caption, image))
+    return plots
 
 
 def curves(group: RunGroup, name: str) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Reports on training runs: the table in the terminal, the HTML page, and compare.json."""
 
+import shutil
 import warnings
 from collections.abc import Sequence
 from math import isfinite
@@ -50,7 +51,6 @@ def console_report(
     metric: str,
     against: str | None = None,
     page: str | None = None,
-    width: int | None = None,
 ) -> str:
     """Return a table of runs as text, the best first.
 
@@ -58,8 +58,7 @@ def console_report(
 
     Warn if the runs were evaluated on different test data.
 
-    against: folder of the reference run of the significance tests. None: no tests. width: maximum
-    length of a line.
+    against: folder of the reference run of the significance tests. None: no tests.
     """
     refuse_other_file(page, "page")
     runs = [load_run_record(folder) for folder in folders]
@@ -79,7 +78,7 @@ def console_report(
         found = differences(groups, metric, {reference[0].folder})
     if page is not None:
         write_page(page, "Report", groups, metric, found)
-    table = console_table(groups, metric, found, width)
+    table = console_table(groups, metric, found)
     return f"{table}\n\n{page}" if page else table
 
 
@@ -101,15 +100,10 @@ def warn_of_missing_results(group: RunGroup) -> None:
             )
 
 
-def console_table(
-    groups: Sequence[RunGroup],
-    metric: str,
-    found: Sequence[Difference],
-    width: int | None = None,
-) -> str:
+def console_table(groups: Sequence[RunGroup], metric: str, found: Sequence[Difference]) -> str:
     """Return the main columns of the results as text, after two lines about p if it is a column.
 
-    width: maximum length of a line.
+    A line has at most 120 characters, or fewer in a narrow terminal.
     """
     heads = ["run", "settings", metric, "train s", "peak MiB", "negatives", "grad ratio"]
     if found:
@@ -117,6 +111,7 @@ def console_table(
             "run", metric, f"minus {found[0].reference.label}", "95 % interval", "p", "train s",
             "peak MiB",
         ]  # fmt: skip
+    width = min(120, shutil.get_terminal_size((120, 24)).columns)
     table = results_table(groups, metric, found).only(heads).markdown(width)
     return f"{ABOUT_P}\n{about_seeds(found)}\n{table}" if found else table
 
@@ -144,9 +139,9 @@ def write_page(
         f"{', '.join(used) or MISSING}."
     )
     sections = [
-        Section("Result", result),
+        Section("Result", notes=result),
         results_section(groups, metric, found),
-        Section("Runs", (), [runs_table(groups, metric)], (footnote,)),
+        Section("Runs", [runs_table(groups, metric)], [footnote]),
         *tuning,
     ]
     changed = changed_queries(groups, found, metric)
@@ -156,12 +151,11 @@ def write_page(
 
 def verdict(groups: Sequence[RunGroup], metric: str, found: Sequence[Difference]) -> str:
     """Return the result in words: the best group, and those that differ from the reference."""
-    scored = [group for group in best_first(groups, metric) if group.scores(metric)]
-    if not scored:
+    best = best_first(groups, metric)[0]
+    mean, _ = best.mean_and_sd(metric)
+    if mean is None:
         return f"No run has {metric} on the test data."
-    words = (
-        f"{scored[0].label} has the highest {metric}: {number(scored[0].mean_and_sd(metric)[0])}."
-    )
+    words = f"{best.label} has the highest {metric}: {number(mean)}."
     if not found:
         return f"{words} No significance test was run, so this may be due to chance."
     kinds: dict[str, list[str]] = {"better": [], "worse": [], "not significantly different": []}
@@ -196,7 +190,7 @@ def results_section(
             "has several settings, its best setting is the reference."
         )
     table = results_table(groups, metric, found)
-    return Section("Quality", (), [table.only(table.heads)], footnotes)
+    return Section("Quality", [table.only(table.heads)], footnotes)
 
 
 def results_table(groups: Sequence[RunGroup], metric: str, found: Sequence[Difference]) -> Table:

@@ -7,7 +7,6 @@ import statistics
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,23 +67,14 @@ class RunRecord:
     def seed(self) -> int:
         return self.config.get("seed", 0)
 
-    @cached_property
-    def times(self) -> dict[int, float]:
-        """Logged step -> seconds of training up to this step.
-
-        The time of evaluations, checkpoints and drift measurements is not counted.
-        """
-        times: dict[int, float] = {}
+    @property
+    def train_seconds(self) -> float | None:
+        """Seconds of all logged steps, without evaluations, checkpoints and drift measurements."""
         last, seconds = 0, 0.0
         for line in self.steps:  # a line covers the steps since the previous line
             seconds += line["seconds"] * (line["step"] - last)
             last = line["step"]
-            times[last] = seconds
-        return times
-
-    @property
-    def train_seconds(self) -> float | None:
-        return max(self.times.values(), default=None)
+        return seconds if self.steps else None
 
     @property
     def peak_mib(self) -> float | None:
@@ -162,14 +152,14 @@ def load_run_record(folder: str | Path) -> RunRecord:
     return RunRecord(path, config, steps, evaluations, metrics, read_environment(path), finished)
 
 
-def for_order(score: float | None) -> float:
-    """Return a sort key: the score, or a number below all scores for a run without a score."""
-    return float("-inf") if score is None else score
-
-
 def best_first(groups: Iterable["RunGroup"], metric: str) -> list["RunGroup"]:
     """Sort groups by the metric, best first. Groups without the metric come last."""
-    return sorted(groups, key=lambda group: for_order(group.mean_and_sd(metric)[0]), reverse=True)
+
+    def score(group: RunGroup) -> float:
+        mean, _ = group.mean_and_sd(metric)
+        return float("-inf") if mean is None else mean
+
+    return sorted(groups, key=score, reverse=True)
 
 
 def mean_std(values: Iterable[float | None]) -> tuple[float | None, float | None]:
@@ -197,12 +187,9 @@ class RunGroup:
     def setting(self, name: str) -> Any:
         return self.runs[0].config.get(name)
 
-    def scores(self, metric: str) -> list[float]:
-        return [score for run in self.runs if (score := run.score(metric)) is not None]
-
     def mean_and_sd(self, metric: str) -> tuple[float | None, float | None]:
         """Return the mean and the standard deviation of the metric over the runs."""
-        return mean_std(self.scores(metric))
+        return mean_std(run.score(metric) for run in self.runs)
 
     def per_query(self) -> dict[int | None, QueryScores]:
         """Return the metrics of every run: seed (None for a baseline) -> query id -> metrics."""

@@ -222,4 +222,4 @@ def tuning_section(tuned: list[Tuned], metric: str) -> Section:
         "them. A combination without a number was not trained, or its run failed. A setting at the "
         "edge has the lowest or highest value that was tried: a wider range may be better."
     )
-    return Section("Tuning", (), [Table(["setting", "values", *heads, ""], rows)], [note])
+    return Section("Tuning", [Table(["setting", "values", *heads, ""], rows)], [note])
