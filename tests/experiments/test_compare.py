@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -194,33 +194,11 @@ def test_folder_with_other_settings_is_refused(study_folder, capsys):
     assert "model.tiny_width was" in said
 
 
-def test_settings_are_compared_again_after_waiting_for_another_call(
-    study_folder, tmp_path, capsys, monkeypatch
-):
-    """While this call waits for the lock, the other call finishes a run with the same folder."""
-
-    @contextmanager
-    def waiting(path, after):
-        for name in ("runs", "jobs"):
-            shutil.copytree(study_folder / "study" / name, path.parent / name)
-        yield
-
-    monkeypatch.setattr("contaccum.experiments.compare.waiting_lock", waiting)
-    arguments = [
-        "--methods", "grad_accum", "--seeds", 1, "--output_dir", tmp_path / "study",
-        "--baselines", "none",
-    ]  # fmt: skip
-    code, said = call(capsys, study_folder, *arguments, "--optim.max_steps", 4)
-    assert code == 2
-    assert "optim.max_steps was 3 and is 4" in said
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--vary", "bank.sise=1,2"], "--vary: 'bank.sise=1,2'"),
         (["--vary", "run.save_steps=1,2"], "is not a setting that changes the trained model"),
-        (["--tune", "data.dev_passages=50,60"], "'data.dev_passages' changes what is measured"),
         (
             ["--vary", "bank.size=16,many"],
             "cont_accum-size=many: bank.size is 'many', expected a whole number",
@@ -393,7 +371,10 @@ def test_a_budget_of_passes_warns_of_passes_that_cost_more(tmp_path):
         study("9s", longer)
 
 
-def test_a_warning_of_two_runs_is_shown_once(study_folder, tmp_path, capsys):
+def test_warnings_of_two_runs_are_shown_once_and_the_last_line_of_each_running_job(
+    study_folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("contaccum.experiments.jobs.LINE_SECONDS", 0.0)  # instead of a minute
     options = ["--methods", "grad_accum", "--seeds", 2, "--baselines", "none"]
     alone = ["--batch.micro_batch_size", 1, "--optim.max_steps", 1, "--run.eval_steps", 0]
     study = tmp_path / "study"
@@ -402,7 +383,12 @@ def test_a_warning_of_two_runs_is_shown_once(study_folder, tmp_path, capsys):
     logs = [(study / "jobs" / f"grad_accum-seed{seed}.log").read_text() for seed in range(2)]
     assert all("no query has a negative" in log for log in logs)
     assert said.count("grad_accum-seed0: warning: step 1: no query has a negative") == 1
-    assert said.count("no query has a negative") == 1
+    assert said.count("warning: step 1: no query has a negative") == 1
+    assert f"2 runs, 1 at a time; logs in {study / 'jobs'}" in said
+    log = logs[0].replace("contaccum: ", "").splitlines()
+    lines = [line.partition("grad_accum-seed0: ")[2] for line in said.splitlines()]
+    assert any(line and line in log for line in lines)
+    assert "no message" not in lines  # while the worker imports libraries
 
 
 def test_only_what_this_worker_printed_is_read(tmp_path):
@@ -436,19 +422,6 @@ def test_seeds_with_other_automatic_settings_are_one_row(tmp_path):
         ("cont_cache", "cont_cache", 3),
     ]
     assert len(group_runs(runs)) == 6  # negative control: runs without a common label
-
-
-def test_the_last_line_of_each_running_job_is_shown(study_folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("contaccum.experiments.jobs.LINE_SECONDS", 0.0)  # instead of a minute
-    study = tmp_path / "study"
-    options = ["--methods", "grad_accum", "--seeds", 1, "--baselines", "none"]
-    code, said = call(capsys, study_folder, *options, "--output_dir", study)
-    assert code == 0, said
-    log = (study / "jobs" / "grad_accum-seed0.log").read_text().replace("contaccum: ", "")
-    lines = [line.partition("grad_accum-seed0: ")[2] for line in said.splitlines()]
-    assert f"1 run, 1 at a time; logs in {study / 'jobs'}" in said
-    assert any(line and line in log.splitlines() for line in lines)
-    assert "no message" not in lines  # while the worker imports libraries
 
 
 @pytest.mark.acceptance
@@ -513,28 +486,27 @@ def test_learning_rate_is_chosen_on_dev_and_never_on_test(study_folder, tmp_path
     ]  # fmt: skip
     code, said = call(capsys, study_folder, *arguments, *rates, "--optim.max_steps", 12)
     assert code == 0, said
-    for method in ("cont_accum",):
-        scores = {
-            rate: read_json(study / "runs" / f"{method}-learning_rate={rate}-seed0" / "tuned.json")[
-                "score"
-            ]
-            for rate in ("1e-9", "3e-3")
-        }
-        chosen = max(scores, key=scores.get)
-        other = next(rate for rate in scores if rate != chosen)
-        for seed in (0, 1):
-            assert (
-                study / "runs" / f"{method}-learning_rate={chosen}-seed{seed}" / "metrics.json"
-            ).exists()
-        lost = study / "runs" / f"{method}-learning_rate={other}-seed0"
-        assert not (lost / "metrics.json").exists()
-        assert not (study / "runs" / f"{method}-learning_rate={other}-seed1").exists()
-        rows = [row[1:] for row in tables_of(study, "Tuning")[0] if row[0] == method]
-        mark = "chosen, optim.learning_rate at the edge"
-        assert rows == [
-            [f"optim.learning_rate={rate}", f"{score:.4f}", mark if rate == chosen else ""]
-            for rate, score in scores.items()
+    scores = {
+        rate: read_json(study / "runs" / f"cont_accum-learning_rate={rate}-seed0" / "tuned.json")[
+            "score"
         ]
+        for rate in ("1e-9", "3e-3")
+    }
+    chosen = max(scores, key=scores.get)
+    other = next(rate for rate in scores if rate != chosen)
+    for seed in (0, 1):
+        assert (
+            study / "runs" / f"cont_accum-learning_rate={chosen}-seed{seed}" / "metrics.json"
+        ).exists()
+    lost = study / "runs" / f"cont_accum-learning_rate={other}-seed0"
+    assert not (lost / "metrics.json").exists()
+    assert not (study / "runs" / f"cont_accum-learning_rate={other}-seed1").exists()
+    rows = [row[1:] for row in tables_of(study, "Tuning")[0] if row[0] == "cont_accum"]
+    mark = "chosen, optim.learning_rate at the edge"
+    assert rows == [
+        [f"optim.learning_rate={rate}", f"{score:.4f}", mark if rate == chosen else ""]
+        for rate, score in scores.items()
+    ]
     before = stamps(study)
     assert call(capsys, study_folder, *arguments, *rates, "--optim.max_steps", 12)[0] == 0
     assert stamps(study) == before
@@ -670,17 +642,13 @@ def test_launch_in_several_processes_is_refused(study_folder, tmp_path, capsys, 
     assert (code, "compare needs one process, but 2 were started" in said) == (2, True)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a: {method: cont_accum, bank.size: 16, tune: {optim.learning_rate: [0.1]}}\n"
-        "a-learning_rate=0.1: {method: cont_accum, bank.size: 24}",
-    ],
-)
-def test_different_runs_with_one_folder_are_refused(study_folder, tmp_path, capsys, text):
+def test_different_runs_with_one_folder_are_refused(study_folder, tmp_path, capsys):
     """The second run would otherwise count as finished, or train with the settings of the first."""
     settings = tmp_path / "settings.yaml"
-    settings.write_text(text)
+    settings.write_text(
+        "a: {method: cont_accum, bank.size: 16, tune: {optim.learning_rate: [0.1]}}\n"
+        "a-learning_rate=0.1: {method: cont_accum, bank.size: 24}"
+    )
     code, said = call(
         capsys, study_folder, "--output_dir", tmp_path / "new", "--settings", settings
     )

@@ -223,10 +223,6 @@ def test_dates_in_a_settings_file_are_texts(tmp_path):
             "tune is {'bank.size': 3}; expected settings with lists of values",
         ),
         (
-            "cont_accum: {tune: {run.metric: [mrr@10, ndcg@10]}}",
-            "'run.metric' changes what is measured",
-        ),
-        (
             "cont_accum: {bank.size: 8, tune: {bank.size: [8, 16]}}",
             "'bank.size' has a value and is tuned",
         ),
