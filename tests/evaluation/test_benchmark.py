@@ -96,19 +96,6 @@ def test_sets_whose_names_differ_only_in_a_slash_have_their_own_files(
     assert capsys.readouterr().out == table
 
 
-def test_a_changed_folder_in_the_place_of_the_hub_is_another_benchmark(tmp_path, capsys):
-    pairs = tmp_path / "hub" / "test.jsonl"
-    pairs.parent.mkdir()
-    pairs.write_text('{"query": "red fox", "pos": ["a red fox runs"], "neg": ["a blue whale"]}\n')
-    sets = f"hub:{pairs.parent},{write_beir(tmp_path / 'beir')}"
-    call = ["evaluate", "--model", "bm25", "--data", sets, "--output", str(tmp_path / "out")]
-    assert main(call) == main(call) == 0
-    pairs.write_text('{"query": "red fox", "pos": ["a blue whale"], "neg": ["a red fox runs"]}\n')
-    capsys.readouterr()
-    assert main(call) == 2
-    assert "different vectors or settings (test_content" in capsys.readouterr().err
-
-
 def test_what_changes_a_search_is_another_benchmark(tmp_path, monkeypatch):
     """And what changes none is not: bm25 has no index, and vectors in memory have one form."""
     folders = [str(write_beir(tmp_path / name, 15)) for name in ("one", "two")]
@@ -134,18 +121,6 @@ def test_what_changes_a_search_is_another_benchmark(tmp_path, monkeypatch):
         with pytest.raises(InputError, match=f"vectors or settings .{said}"):
             benchmark(**change)
     assert benchmark("bm25") == benchmark("bm25", **index)
-
-
-def test_another_evaluator_is_another_benchmark(tmp_path, monkeypatch):
-    first, second = "beir", "contaccum"
-    folders = ",".join(str(write_beir(tmp_path / name, 15)) for name in ("one", "two"))
-    monkeypatch.setattr("contaccum.encoder.precision.load_encoder", lambda *_: WordEncoder())
-    call = {"model": EncoderConfig("tiny"), "data": folders, "output": str(tmp_path / "out")}
-    assert evaluate_benchmark(**call, evaluator=first) == evaluate_benchmark(
-        **call, evaluator=first
-    )
-    with pytest.raises(InputError, match=f"settings .evaluator '{first}', but now '{second}'"):
-        evaluate_benchmark(**call, evaluator=second)
 
 
 def test_beir_is_fifteen_sets_of_which_one_has_twelve_forums(capsys):

@@ -80,41 +80,31 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
-def test_the_call_after_a_killed_mining_leaves_no_unfinished_file(tmp_path, first):
-    data = write_beir(tmp_path / "data")
-
-    def call(folder: Path) -> None:
-        mine(
-            EncoderConfig("bm25"),
-            str(data),
-            str(folder / "mined.jsonl"),
-            mining=MineConfig(num_negatives=2),
-        )
-
-    assert_survives_kills(
-        call, tmp_path, first, lambda folder: (folder / "mined.jsonl").read_bytes()
-    )
+def mined(folder: Path) -> None:
+    data = folder.parent / "data"
+    mine(EncoderConfig("bm25"), data, folder / "mined.jsonl", mining=MineConfig(num_negatives=2))
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
-def test_the_call_after_a_killed_encoding_leaves_no_unfinished_file(tmp_path, first):
+def encoded(folder: Path) -> None:
     texts = Texts.of_queries({f"q{n}": f"word{n}" for n in range(20)})
-    assert_survives_kills(
-        lambda folder: encode_texts(WordEncoder(), texts, folder / "e", shard_size=10),
-        tmp_path,
-        first,
-        files,
-    )
+    encode_texts(WordEncoder(), texts, folder / "e", shard_size=10)
+
+
+def indexed(folder: Path) -> None:
+    vectors = np.random.default_rng(0).standard_normal((50, 8)).astype(np.float32)
+    shards = [Shard([str(n) for n in range(50)], vectors)]
+    Index.load_or_build(folder / "i", Origin("SQ8"), lambda: shards)
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_the_call_after_a_killed_index_leaves_no_unfinished_file(tmp_path, first):
-    vectors = np.random.default_rng(0).standard_normal((50, 8)).astype(np.float32)
-    shards, origin = [Shard([str(n) for n in range(50)], vectors)], Origin("SQ8")
-    assert_survives_kills(
-        lambda folder: Index.load_or_build(folder / "i", origin, lambda: shards),
-        tmp_path,
-        first,
-        files,
-    )
+@pytest.mark.parametrize(
+    ("call", "result"),
+    [
+        (mined, lambda folder: (folder / "mined.jsonl").read_bytes()),
+        (encoded, files),
+        (indexed, files),
+    ],
+)
+def test_the_call_after_a_killed_one_leaves_no_unfinished_file(tmp_path, call, result, first):
+    write_beir(tmp_path / "data")
+    assert_survives_kills(call, tmp_path, first, result)

@@ -73,9 +73,13 @@ def names(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", ["faiss", "torch"])
-@pytest.mark.parametrize("size", [7, 1000])
+@pytest.mark.parametrize(("size", "block"), [(7, 65_536), (90, 16)])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_exact_search_is_the_obvious_sort_for_every_backend_and_shard_size(backend, size, dtype):
+def test_exact_search_is_the_obvious_sort_for_every_backend_and_shard_size(
+    backend, size, block, dtype, monkeypatch
+):
+    monkeypatch.setattr(shards, "BLOCK", block)
+    monkeypatch.setattr(exact, "QUERIES", 8)
     vectors, queries = made(300).astype(dtype), made(30, seed=1)
     run = search(names(30), queries, cut(vectors, size), 10, backend=backend)
     assert_obvious(run, queries, vectors, 10)
@@ -118,15 +122,6 @@ def test_a_large_search_uses_the_library_that_was_faster(faster, monkeypatch, ca
     index.search(queries, 10)
     assert index.backend == faster
     assert f"exact search with {faster} " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("backend", ["faiss", "torch"])
-def test_blocks_smaller_than_a_shard_change_nothing(backend, monkeypatch):
-    vectors, queries = made(300), made(1100, seed=1)
-    monkeypatch.setattr(shards, "BLOCK", 16)
-    assert_obvious(
-        search(names(1100), queries, cut(vectors, 90), 40, backend=backend), queries, vectors, 40
-    )
 
 
 def test_torch_is_exact_though_the_caller_allowed_reduced_precision():
