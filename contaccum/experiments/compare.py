@@ -155,7 +155,7 @@ class Study:
     def _warn_of_unequal_passes(self) -> None:
         """Warn if a forward pass of a pair costs more in some runs than in others."""
         runs = [
-            flat(asdict(self.config(tuple(variant.changes(candidate).items()))))
+            flat(asdict(self.config(variant.changes(candidate))))
             for variant in self.variants
             for candidate in variant.candidates
         ]
@@ -172,7 +172,7 @@ class Study:
         valid, problems = [], []
         for candidate in variant.candidates:
             try:
-                config = self.config(tuple(variant.changes(candidate).items()))
+                config = self.config(variant.changes(candidate))
                 validate(replace(config, output_dir=str(self.output)))
                 valid.append(candidate)
             except InputError as error:
@@ -197,7 +197,7 @@ class Study:
             raise InputError("data.dev: not set; tuning needs dev data")
         for variant in self.variants:
             for candidate in variant.candidates:
-                config = self.config(tuple(variant.changes(candidate).items()))
+                config = self.config(variant.changes(candidate))
                 require_unseen(test, split, config.data)
         return {"data": test, "split": split}
 
@@ -313,7 +313,7 @@ class Study:
         test: dict[str, str] | None,
     ) -> Job:
         """Plan a run. share: share of the full budget. test: None for a run of tuning."""
-        config = self.config(tuple(variant.changes(candidate).items()))
+        config = self.config(variant.changes(candidate))
         seconds = None
         if self.budget is not None and self.budget.in_seconds:
             seconds = measured_step(config, self.output)

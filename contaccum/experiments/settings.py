@@ -28,9 +28,9 @@ class Variant:
     fixed: Values = ()
     candidates: tuple[Values, ...] = ((),)
 
-    def changes(self, candidate: Values) -> dict[str, str]:
+    def changes(self, candidate: Values) -> Values:
         """Return the method, the fixed values and the values of one candidate."""
-        return {"method": self.method, **dict(self.fixed), **dict(candidate)}
+        return (("method", self.method), *self.fixed, *candidate)
 
 
 def named(first: str, values: Values) -> str:

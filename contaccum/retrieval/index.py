@@ -170,7 +170,6 @@ class Index:
 
         The folder appears only when it is complete.
         """
-        refuse_other_files(Path(folder), "an index", INDEX_FILE, MANIFEST)
         with whole_folder(folder) as part:
             load_faiss().write_index(self.index, str(part / INDEX_FILE))
             manifest = _Manifest(self.origin, sha256_of(part / INDEX_FILE))

@@ -158,12 +158,13 @@ def render_passages(
     return "\n".join(lines)
 
 
-def best_part(text: str, words: re.Pattern[str], length: int = 200) -> str:
+def best_part(text: str, words: re.Pattern[str]) -> str:
     """Return the part of a text with the most different words of the query.
 
-    The part has at most ``length`` characters. The first such part is taken, and "…" shows what is
+    The part has at most 200 characters. The first such part is taken, and "…" shows what is
     missing.
     """
+    length = 200
     if len(text) <= length:
         return text
     starts = [0]

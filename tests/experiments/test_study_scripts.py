@@ -120,7 +120,7 @@ def test_study_settings_can_be_trained_in_every_rung(name, budget):
             readers = {"optim.learning_rate": float}
             changes = {
                 key: readers.get(key, yaml.safe_load)(value)
-                for key, value in row.changes(candidate).items()
+                for key, value in row.changes(candidate)
             }
             if name != "methods-demo":
                 changes["model.name"] = "an encoder"

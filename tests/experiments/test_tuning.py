@@ -194,7 +194,7 @@ def test_settings_file_gives_fixed_and_tried_values(tmp_path):
     assert (replayed.method, replayed.fixed) == ("grad_cache", (("replay.share", "0.5"),))
     assert replayed.candidates == ((("model.dropout", "0.0"),), (("model.dropout", "0.1"),))
     # cont_accum does not read replay.share
-    assert [listed.changes(each) for each in listed.candidates] == [
+    assert [dict(listed.changes(each)) for each in listed.candidates] == [
         {"method": "cont_accum", "bank.age_decay": "1", "bank.size": size} for size in ("16", "64")
     ]
 
@@ -205,7 +205,7 @@ def test_dates_in_a_settings_file_are_texts(tmp_path):
         "cont_accum: {model.query_prefix: 2026-11-25, tune: {bank.size: [[2026-11-25], 64]}}"
     )
     (row,) = read_settings(str(file), {})
-    assert row.changes(row.candidates[0]) == {
+    assert dict(row.changes(row.candidates[0])) == {
         "method": "cont_accum", "model.query_prefix": "2026-11-25", "bank.size": '["2026-11-25"]',
     }  # fmt: skip
 
