@@ -192,7 +192,6 @@ class Auto:
         test = options.test or (base.data.train if options.test_split in splits else None)
         if test:
             require_unseen(test, options.test_split, replace(base.data, dev=dev))
-        self.test_source = (test, options.test_split) if test else None
         self.dev = {"data": str(self.output / "data" / "dev"), "split": "dev"}
         self.test = {"data": test, "split": options.test_split} if test else self.dev
 
@@ -221,7 +220,7 @@ class Auto:
         data = replace(self.data, dev=None)
         if self.dev_source:
             data = replace(data, dev=self.dev_source[0])
-        test = self.test if self.test_source else None
+        test = None if self.test is self.dev else self.test
         return contents_of("run", replace(self.base, data=data), test)
 
     def say(self, text: str) -> None:
@@ -260,8 +259,9 @@ class Auto:
         began = time.monotonic()  # without the imports, which later stages do not repeat
         train_set = load_training(self.data, self.base.distils)
         judged = None
-        if self.test_source:
-            judged = open_dataset(*self.test_source, self.data.policy).retrieval_set
+        if self.test is not self.dev:
+            test = open_dataset(self.test["data"], self.test["split"], self.data.policy)
+            judged = test.retrieval_set
         reading = time.monotonic() - began
         self.say("encoding a sample of texts to predict the time of each stage")
         loading = time.monotonic()
