@@ -141,7 +141,7 @@ def test_form_backend_and_index_of_a_search_reach_it_from_the_command_line(
         "search", "--model", model, "--data", data, "--output", tmp_path / "other.trec", *index,
     ]  # fmt: skip
     code, _, err = call(capsys, *call_again)
-    assert (code, "belongs to different vectors or settings (factory 'IVF2,Flat'" in err) == (
+    assert (code, "was made with other data or settings (factory 'IVF2,Flat'" in err) == (
         2,
         True,
     )

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.corpus import find_rows
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
+from contaccum.errors import InputError
 from contaccum.evaluation.metrics import Metrics, metrics_of, save_metrics
 from contaccum.formats.records import Question
 from contaccum.retrieval.encode import Texts
@@ -30,6 +31,7 @@ from contaccum.runtime.checks import refuse_other_file
 from contaccum.runtime.processes import ALONE, Processes
 
 CUTOFFS = (1, 5, 20, 100)
+SECONDS_PER_MATCH = 1.0  # maximum time of a pattern on one passage; some patterns would never end
 
 _TOKEN = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")
 _FLAGS = regex.IGNORECASE | regex.UNICODE | regex.MULTILINE
@@ -46,16 +48,22 @@ def token_string(text: str) -> str:
     return f" {' '.join(tokens)} " if tokens else ""
 
 
-def contains(text: str, pattern: str) -> bool:
+def contains(text: str, pattern: str, question_id: str) -> bool:
     """Return whether an answer that is a regular expression matches a text.
 
-    An empty answer and an invalid pattern match nothing, as in DPR.
+    An empty answer and an invalid pattern match nothing, as in DPR. Raises InputError if the search
+    takes longer than ``SECONDS_PER_MATCH``.
     """
     try:
         expression = regex.compile(normalize("NFD", pattern), _FLAGS)
+        return pattern != "" and bool(expression.search(text, timeout=SECONDS_PER_MATCH))
+    except TimeoutError as error:
+        raise InputError(
+            f"question {question_id}: its answer pattern {pattern!r} took more than "
+            f"{SECONDS_PER_MATCH:g} s on one passage. Simplify nested repetitions such as (a+)+."
+        ) from error
     except (regex.error, ValueError):  # ValueError: a flag that contradicts _FLAGS, such as (?a)
         return False
-    return pattern != "" and bool(expression.search(text))
 
 
 def answer_accuracy(
@@ -72,7 +80,8 @@ def answer_accuracy(
 
     run: its query ids are the positions of the questions in ``questions``, from 0. A question
     without passages counts as wrong. match: ``string``, or ``regex`` if the answers are regular
-    expressions. cutoffs: numbers of passages; 5 gives ``top5``.
+    expressions. cutoffs: numbers of passages; 5 gives ``top5``. Raises
+    InputError if a pattern takes more than a second on one passage.
     """
     found = {passage_id for hits in run.values() for passage_id, _ in hits}
     row_of = find_rows(corpus, found)
@@ -89,7 +98,7 @@ def answer_accuracy(
                 answered = any(needle in searched for needle in needles)
             else:
                 searched = normalize("NFD", text)
-                answered = any(contains(searched, answer) for answer in question.answers)
+                answered = any(contains(searched, answer, key) for answer in question.answers)
             if answered:
                 first_rank = rank
                 break

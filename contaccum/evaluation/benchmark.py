@@ -95,7 +95,7 @@ def evaluate_benchmark(
     encoder = None
     if model.model != BM25_NAME:
         first = sets[0]
-        name = quote(first.data, safe="")
+        name = file_name(first.data)
         encoder = load_encoder_of(
             model,
             "passage",
@@ -111,7 +111,7 @@ def evaluate_benchmark(
         shared |= index_settings(settings)
     rows: dict[str, list[Metrics]] = {}
     for benchmark_set in sets:
-        name = quote(benchmark_set.data, safe="")
+        name = file_name(benchmark_set.data)
         embeddings = settings.embeddings and str(Path(settings.embeddings) / name)
         index_dir = settings.index_dir and str(Path(settings.index_dir) / name)
         with group.main_first():
@@ -151,6 +151,13 @@ def evaluate_benchmark(
     if output is not None and group.is_main:
         write_json(Path(output) / "benchmark.json", result)
     return result
+
+
+def file_name(data: str) -> str:
+    """Return a file name for a data set that no other data set has: a/b and a-b differ."""
+    name = quote(data, safe="")
+    # benchmark.json is the table, and a folder cannot be named . or ..
+    return f"{name}%" if name in ("benchmark", ".", "..") else name
 
 
 def benchmark_means(evaluated: Mapping[str, list[Metrics]]) -> dict[str, Any]:

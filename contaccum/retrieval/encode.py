@@ -116,6 +116,11 @@ def load_encoder_of(
     from contaccum.encoder.precision import SAMPLE, load_encoder
 
     if not isinstance(choice, EncoderConfig):
+        if not hasattr(choice, "encode_queries"):
+            raise InputError(
+                f"model is a {type(choice).__name__}, expected a DualEncoder, or the folder or the "
+                "name of an encoder"
+            )
         return choice
     if choice.precision == "auto":
         for folder in folders:

@@ -2,6 +2,7 @@
 
 import re
 import unicodedata
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -132,6 +133,13 @@ class Retriever(ABC):
         if ignore_identical_ids:
             for query_id, hits in run.items():
                 run[query_id] = [hit for hit in hits if hit[0] != query_id][:k]
+        empty = sum(not hits for hits in run.values())
+        if 2 * empty > len(run) > 1:
+            warnings.warn(
+                f"no passage was found for {empty} of {len(run)} queries. With BM25, these queries "
+                "share no word with any passage: are both in the same language?",
+                stacklevel=2,
+            )
         return run
 
     @abstractmethod

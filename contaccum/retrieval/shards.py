@@ -113,7 +113,7 @@ def require_origin(path: Path, found: Mapping[str, Any], expected: Mapping[str, 
     for name, value in expected.items():
         if value is not None and found.get(name) != value:
             raise InputError(
-                f"{path}: belongs to different vectors or settings ({name} {found.get(name)!r}, "
+                f"{path}: was made with other data or settings ({name} {found.get(name)!r}, "
                 f"but now {value!r}). Choose another folder, or delete this one."
             )
 
@@ -243,6 +243,10 @@ class ShardFolder(Sequence[Shard]):
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    def __iter__(self) -> Iterator[Shard]:
+        # the inherited method would treat an IndexError as the end
+        return map(self.__getitem__, range(len(self)))
 
     @property
     def first_row(self) -> int:

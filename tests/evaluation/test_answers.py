@@ -4,6 +4,7 @@ import pytest
 from datasets import Dataset
 
 from contaccum.cli import main
+from contaccum.errors import InputError
 from contaccum.evaluation.answers import answer_accuracy
 from contaccum.formats.records import Question
 
@@ -130,3 +131,13 @@ def test_bm25_is_scored_on_questions(tmp_path, capsys):
     ]  # fmt: skip
     assert main([*call, "--k", "5", "--match", "regex"]) == 0
     assert capsys.readouterr().out.split()[:4] == ["top1", "0.5000", "top5", "0.5000"]
+
+
+def test_a_pattern_that_backtracks_without_end_is_stopped_and_named():
+    """Not stopped, it would try more than 10^12 ways to divide the letters."""
+    corpus = Dataset.from_dict({"id": ["p"], "title": [""], "text": ["a" * 60 + "b"]})
+    questions = [Question("fine", ["ab"]), Question("bomb", [r"(a|aa)+$"])]
+    with pytest.raises(
+        InputError, match=r"question 1: its answer pattern '\(a\|aa\)\+\$' took more than 1 s"
+    ):
+        answer_accuracy(questions, run_of("p", "p"), corpus, match="regex")

@@ -69,14 +69,11 @@ def test_several_folders_are_rows_and_their_mean(tmp_path, capsys):
         (["--strict"], "strict False, but now True"),
     ):
         assert main([*call, *change]) == 2
-        assert (
-            f"different vectors or settings ({said}). Choose another folder"
-            in capsys.readouterr().err
-        )
+        assert f"other data or settings ({said}). Choose another folder" in capsys.readouterr().err
     qrels = Path(folders[0]) / "qrels" / "test.tsv"
     qrels.write_text(qrels.read_text().replace("q0\tp0\t1", "q0\tp1\t1"))
     assert main(call) == 2
-    assert "different vectors or settings (test_content" in capsys.readouterr().err
+    assert "other data or settings (test_content" in capsys.readouterr().err
 
 
 def test_sets_whose_names_differ_only_in_a_slash_have_their_own_files(

@@ -198,9 +198,9 @@ def test_reader_refuses_another_encoder_and_other_data(tmp_path):
     encode_texts(WordEncoder(), passages(), tmp_path / "e")
     encoder, source = WordEncoder().fingerprint("passage"), passages().fingerprint
     assert len(ShardFolder(tmp_path / "e", encoder, source)) == 1
-    with pytest.raises(InputError, match=r"different vectors or settings \(encoder "):
+    with pytest.raises(InputError, match=r"other data or settings \(encoder "):
         ShardFolder(tmp_path / "e", WordEncoder(name="other").fingerprint("passage"), source)
-    with pytest.raises(InputError, match=r"different vectors or settings \(source "):
+    with pytest.raises(InputError, match=r"other data or settings \(source "):
         ShardFolder(tmp_path / "e", encoder, passages(24).fingerprint)
 
 
@@ -286,3 +286,10 @@ def test_a_file_of_queries_is_encoded_as_queries_unless_told_otherwise(kind, is_
     loaded = encode(encoder, tmp_path / "queries.jsonl", tmp_path / "loaded", **given)
     assert loaded.removeprefix(str(tmp_path / "loaded")) == said.removeprefix(str(tmp_path / "e"))
     np.testing.assert_array_equal(all_rows(ShardFolder(tmp_path / "loaded"))[1], vectors)
+
+
+def test_an_index_error_in_a_shard_is_not_the_end_of_the_corpus(tmp_path, monkeypatch):
+    encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10)
+    monkeypatch.setattr("contaccum.retrieval.shards.damage", lambda *_: [][0])
+    with pytest.raises(IndexError):
+        list(ShardFolder(tmp_path / "e"))

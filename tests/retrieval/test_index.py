@@ -307,7 +307,7 @@ def test_a_kept_index_of_another_origin_is_refused_before_its_file_is_read(tmp_p
     Index.load_or_build(tmp_path / "index", KEPT, shards)
     monkeypatch.setattr(index_module, "load_faiss", lambda: pytest.fail("faiss was asked for"))
     with pytest.raises(
-        InputError, match=r"different vectors or settings \(source 'source', but now 'other'\)"
+        InputError, match=r"other data or settings \(source 'source', but now 'other'\)"
     ):
         Index.load_or_build(tmp_path / "index", replace(KEPT, source="other"), shards)
 
