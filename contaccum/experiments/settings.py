@@ -62,7 +62,7 @@ def read_values(option: str, entries: tuple[str, ...]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for entry in entries:
         name, _, values = entry.partition("=")
-        _check_name(f"{option}: {entry!r}", name)
+        _check_name(f"{option}: {entry!r}", name, tuned=option == "--tune")
         if name in found or not comma_list(values):
             raise InputError(
                 f"{option}: {entry!r}; expected GROUP.FIELD=v1,v2, and each setting only once"
@@ -71,11 +71,20 @@ def read_values(option: str, entries: tuple[str, ...]) -> dict[str, list[str]]:
     return found
 
 
-def _check_name(where: str, name: str) -> None:
+# settings of the score that tuning compares
+OF_THE_SCORE = ("data.dev", "data.dev_split", "data.dev_passages", "run.metric")
+
+
+def _check_name(where: str, name: str, tuned: bool) -> None:
     if name not in train_settings() or not any(affects(name, method) for method in METHOD_SPECS):
         raise InputError(
             f"{where}: {name!r} is not a setting that changes the trained model; use one such as "
             "bank.size"
+        )
+    if tuned and name in OF_THE_SCORE:
+        raise InputError(
+            f"{where}: {name!r} changes what is measured, so tuning would choose the easiest "
+            "measure; set it to one value"
         )
 
 
@@ -136,7 +145,7 @@ def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
                 "{bank.size: [64, 128]}"
             )
         for name in (*row, *tune):
-            _check_name(where, name)
+            _check_name(where, name, tuned=name in tune)
             if name in row and name in tune:
                 raise InputError(
                     f"{where}: {name!r} has a value and is tuned; remove one of the two"

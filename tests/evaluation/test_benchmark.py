@@ -115,7 +115,7 @@ def test_what_changes_a_search_is_another_benchmark(tmp_path, monkeypatch):
         ("search_params", "nprobe=2", "search_params 'nprobe=1', but now 'nprobe=2'"),
     ):
         change = {"factory": value} if name == "factory" else {**index, name: value}
-        with pytest.raises(InputError, match=f"vectors or settings .{said}"):
+        with pytest.raises(InputError, match=f"data or settings .{said}"):
             benchmark(**change)
     assert benchmark("bm25") == benchmark("bm25", **index)
 

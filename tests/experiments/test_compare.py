@@ -199,6 +199,7 @@ def test_folder_with_other_settings_is_refused(study_folder, capsys):
     [
         (["--vary", "bank.sise=1,2"], "--vary: 'bank.sise=1,2'"),
         (["--vary", "run.save_steps=1,2"], "is not a setting that changes the trained model"),
+        (["--tune", "data.dev_passages=50,60"], "'data.dev_passages' changes what is measured"),
         (
             ["--vary", "bank.size=16,many"],
             "cont_accum-size=many: bank.size is 'many', expected a whole number",
