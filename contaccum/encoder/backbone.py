@@ -2,6 +2,7 @@
 
 import logging
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,8 +58,14 @@ def load_backbone(
             "to the type bert, such as "
             "sentence-transformers/facebook-dpr-question_encoder-single-nq-base."
         )
-    # transformers chooses; it would refuse to load the model if the implementation that
-    # config.json asks for is not available
+    # transformers would refuse to load the model if the implementation that config.json asks for is
+    # not available, so it chooses
+    if config._attn_implementation not in (None, "eager", "sdpa"):
+        warnings.warn(
+            f"{name}: config.json asks for {config._attn_implementation} as the implementation of "
+            "attention, which is not used; set model.attention to use it in training",
+            stacklevel=2,
+        )
     config._attn_implementation = None
 
     options: dict[str, Any] = {}

@@ -1,6 +1,7 @@
 """Load tokenizers, append end-of-text tokens, tokenize batches, and learn vocabularies."""
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from threading import Lock
 from typing import Any
@@ -23,6 +24,7 @@ from contaccum.encoder.folders import ModelFile, TowerFiles
 from contaccum.errors import InputError
 from contaccum.runtime.checks import require_known_ids
 from contaccum.runtime.hub import optional_json
+from contaccum.runtime.units import counted
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 # texts that are sorted by length together; more mean less padding, but a later first batch
@@ -88,8 +90,9 @@ def _save_as_changed(tokenizer: Any) -> None:
 def check_prefix(tokenizer: Any, prefix: str, max_length: int, side: str, source: str = "") -> None:
     """Raise InputError if ``prefix`` leaves no token for the text: all vectors would be equal.
 
-    max_length: maximum number of tokens of a text, including prefix and special tokens. side:
-    ``query`` or ``passage``. source: first words of the message, such as the name of a data set.
+    Warn if less than half of the tokens are left. max_length: maximum number of tokens of a text,
+    including prefix and special tokens. side: ``query`` or ``passage``. source: first words of the
+    message, such as the name of a data set.
     """
     # a tokenizer that truncates on the left cuts the prefix, not the text
     if not prefix or tokenizer.truncation_side == "left":
@@ -97,11 +100,21 @@ def check_prefix(tokenizer: Any, prefix: str, max_length: int, side: str, source
     # counted in front of a text, because a last space can become part of the text's first token
     spans = tokenizer(prefix + "a", return_offsets_mapping=True, verbose=False)["offset_mapping"]
     taken = sum(end <= len(prefix) for _, end in spans)  # special tokens have the span (0, 0)
-    if taken >= max_length:
+    left = max_length - taken
+    found = (
+        f"{source}{side}_prefix takes {taken} tokens with the special tokens, and "
+        f"max_{side}_length is {max_length}"
+    )
+    if left < 1:
         raise InputError(
-            f"{source}{side}_prefix takes {taken} tokens with the special tokens, and "
-            f"max_{side}_length is {max_length}, so nothing of a {side} is left. Shorten the "
-            f"prefix, or set max_{side}_length to more than {taken}."
+            f"{found}, so nothing of a {side} is left. Shorten the prefix, or set "
+            f"max_{side}_length to more than {taken}."
+        )
+    if 2 * left < max_length:
+        warnings.warn(
+            f"{found}, which leaves {counted(left, 'token')} for a {side}. Shorten the prefix, "
+            f"or raise max_{side}_length.",
+            stacklevel=2,
         )
 
 

@@ -103,7 +103,7 @@ def test_queries_are_encoded_in_the_precision_of_existing_vectors(tmp_path, capf
         auto, data, tmp_path / "m.jsonl", mining=MineConfig(num_negatives=1), settings=settings
     )
     assert report["search"]["precision"] == "bf16"
-    with pytest.raises(InputError, match=r"another encoder .'bf16 .*, not 'fp32 "):
+    with pytest.raises(InputError, match=r"data or settings .encoder 'bf16 .*, but now 'fp32 "):
         evaluate(exact, data, settings=settings)
 
     # an index

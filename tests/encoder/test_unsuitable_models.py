@@ -70,6 +70,17 @@ def test_a_prefix_that_leaves_no_token_is_refused(family, side, tmp_path):
     )
 
 
+def test_a_prefix_that_leaves_few_tokens_warns_with_both_numbers(bert):
+    def load(words: int) -> None:
+        DualEncoder.load(bert, **SIZE, query_prefix="the " * words)
+
+    assert warned(lambda: load(4), "query_prefix") == []  # 6 of 12 tokens are left
+    assert warned(lambda: load(5), "query_prefix") == [
+        "query_prefix takes 7 tokens with the special tokens, and max_query_length is 12, which "
+        "leaves 5 tokens for a query. Shorten the prefix, or raise max_query_length."
+    ]
+
+
 def test_a_prefix_is_no_problem_if_the_tokenizer_cuts_the_start(bert, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(bert, truncation_side="left")
     folder = family_folder("bert", tmp_path / "left")
@@ -224,7 +235,10 @@ def test_transformers_chooses_the_attention_whatever_config_json_asks_for(
     folder = family_folder(family, tmp_path / family)
     expected = DualEncoder.load(folder, **SIZE).encode_queries(TEXTS)
     change_json(folder / "config.json", attn_implementation=asked)
-    encoder = DualEncoder.load(folder, **SIZE)
+    encoders = []
+    found = warned(lambda: encoders.append(DualEncoder.load(folder, **SIZE)), "attention")
+    assert [f"asks for {asked}" in each for each in found] == [True] * (asked != "sdpa")
+    (encoder,) = encoders
     assert encoder.query_tower.backbone.config._attn_implementation == used
     np.testing.assert_array_equal(encoder.encode_queries(TEXTS), expected)
     encoder.save(tmp_path / "saved")
