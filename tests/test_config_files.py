@@ -51,16 +51,10 @@ def test_sound_config_gets_as_far_as_its_data(written, capsys):
 
 
 VALUES = [
-    ("bank.size", "many", "expected a whole number (at least 0), or null"),
-    ("run.tf32", "maybe", "expected true or false"),
-    ("optim.learning_rate", "fast", "expected a number (at least 0)"),
-    (
-        "method",
-        "cont_acum",
-        "expected one of in_batch, grad_accum, grad_cache, passage_bank, cont_accum, cont_cache; "
-        "did you mean cont_accum?",
-    ),
-    ("model.similarity", "cosin", "expected one of cosine, dot, or null; did you mean cosine?"),
+    ("bank.size", "many", "expected `int | null`, got `str`"),
+    ("optim.learning_rate", "fast", "expected `float`, got `str`"),
+    ("batch.micro_batch_size", "many", "expected N|auto"),
+    ("model.similarity", "cosin", "expected {cosine,dot}; did you mean cosine?"),
 ]
 
 
@@ -82,7 +76,7 @@ def test_wrong_value_is_answered_with_the_allowed_values(name, value, words, wri
 
 def test_empty_value_is_answered_with_the_allowed_values(capsys):
     """As --seed "$SEED" without SEED."""
-    assert refused(capsys, "train", "--seed", "").startswith("--seed is '', expected a")
+    assert refused(capsys, "train", "--seed", "").startswith("--seed is '', expected `int`")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +86,7 @@ def test_empty_value_is_answered_with_the_allowed_values(capsys):
         ("batch_size", "did you mean {0}batch.global_batch_size or {0}batch.micro_batch_size?"),
         ("bank.sise", "did you mean {0}bank.size?"),
         ("dev", "did you mean {0}data.dev?"),  # not run.device
-        ("lr", "did you mean {0}optim.learning_rate?"),
+        ("optim", "did you mean {0}optim.name?"),
     ],
 )  # fmt: skip
 def test_misspelt_name_is_answered_with_the_closest_setting(name, words, written, capsys):
@@ -103,25 +97,14 @@ def test_misspelt_name_is_answered_with_the_closest_setting(name, words, written
     assert err.startswith("c.yaml:2: ")
 
 
-def test_a_setting_of_training_is_answered_with_the_option_of_another_command(capsys):
-    call = ["evaluate", "--model", "bm25", "--data", "x"]
-    assert refused(capsys, *call, "--run.device", "cpu").endswith(
-        "no such option; did you mean --device?\n"
-    )
-
-
-def test_a_group_is_answered_with_its_first_setting_and_the_other_way_round(capsys):
-    for given, first in (
-        ("model", "model.name"),
-        ("data", "data.train"),
-        ("batch", "batch.global_batch_size"),
-        ("optimizer", "optim.name"),
-    ):
-        group = first.partition(".")[0]
-        said = f"; {group} is a group of settings, such as --{first}\n"
-        assert refused(capsys, "train", f"--{given}", "x").endswith(said)
-    call = ["evaluate", "--data", "x", "--model.name", "bm25"]
-    assert refused(capsys, *call).endswith("no such option; did you mean --model?\n")
+@pytest.mark.parametrize(
+    ("option", "closest"), [("--run.device", "--device"), ("--model.name", "--model")]
+)
+def test_a_setting_of_training_is_answered_with_the_option_of_another_command(
+    option, closest, capsys
+):
+    err = refused(capsys, "evaluate", "--data", "x", option, "x")
+    assert err.endswith(f"no such option; did you mean {closest}?\n")
 
 
 @pytest.mark.parametrize("prefix", ["# ", "&a", "true"])

@@ -9,11 +9,9 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import pairwise
 from typing import Any, NoReturn, get_origin
 
-from msgspec.inspect import UnionType, type_info
-
 from contaccum.config import TrainConfig
 from contaccum.config.declare import default_of
-from contaccum.config.load import choices, hint, is_group, load, range_of, settings_of
+from contaccum.config.load import hint, is_group, load, placeholder, range_of, settings_of
 from contaccum.errors import InputError
 
 TAGLINE = (
@@ -138,7 +136,7 @@ def _keywords(option: str, declared: Field) -> dict[str, Any]:
     kind, metadata = declared.type, declared.metadata
     if metadata.get("flag") and "." not in option:
         return {"action": "store_true"}
-    keywords: dict[str, Any] = {"metavar": metadata.get("metavar") or _placeholder(kind)}
+    keywords: dict[str, Any] = {"metavar": metadata.get("metavar") or placeholder(kind)}
     if metadata.get("positional"):
         keywords["metavar"] = option.upper()
     elif metadata.get("required") or default_of(declared) is MISSING:
@@ -148,21 +146,10 @@ def _keywords(option: str, declared: Field) -> dict[str, Any]:
     return keywords
 
 
-def _placeholder(kind: Any) -> str:
-    """Return the placeholder of a value in the help, such as ``N``."""
-    info = type_info(kind)
-    first = info.types[0] if isinstance(info, UnionType) else info
-    words = {"BoolType": "true|false", "IntType": "N", "FloatType": "X", "ListType": "LIST"}
-    word = words.get(type(first).__name__, "")
-    allowed = choices(kind)
-    if word:
-        return "|".join([word, *allowed])  # such as N|auto
-    return "{" + ",".join(allowed) + "}" if allowed else "TEXT"
-
-
 def _help(text: str, declared: Field, with_range: bool) -> str:
     """Return a help text with the default of the setting, and with its range if it is asked for."""
-    notes = [range_of(declared.type)] if with_range and range_of(declared.type) else []
+    allowed = range_of(declared.type) if with_range else ""
+    notes = [allowed] if allowed else []
     default = default_of(declared)
     if (
         isinstance(default, str | int | float)

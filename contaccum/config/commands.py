@@ -7,7 +7,7 @@ from contaccum.config.declare import NonNegativeInt, PositiveInt, Share, setting
 from contaccum.config.encoder import EncoderConfig
 from contaccum.config.groups import DataPolicy
 from contaccum.config.load import check_values
-from contaccum.config.run import CUTOFFS, METRIC_MEASURES
+from contaccum.config.run import CUTOFFS, check_metric
 from contaccum.errors import InputError
 
 __all__ = ["DataPolicy", "EncoderConfig"]
@@ -173,28 +173,9 @@ class EvaluateConfig:
                 f"evaluate got {found}; give --data, or --questions and --passages, or --run and "
                 "--qrels"
             )
-        ignored = {
-            "data": ("match", "ignore_identical_ids"),
-            "questions": (
-                "split",
-                "relevance_level",
-                "evaluator",
-                "metric",
-                "ignore_identical_ids",
-            ),
-            "run": ("model", "split", "evaluator", "match", "k"),
-        }
-        for name in ignored[given[0]]:
-            if (value := getattr(self, name)) != getattr(EvaluateConfig, name):
-                raise InputError(f"--{name} {value} has no effect on --{given[0]}; leave it out")
-        cutoffs = [str(cutoff) for cutoff in CUTOFFS if cutoff <= self.k or self.run is not None]
-        measure, _, cutoff = self.metric.partition("@")
-        known = measure in METRIC_MEASURES and cutoff in cutoffs
-        if self.metric != EvaluateConfig.metric and not known:
-            raise InputError(
-                f"--metric is {self.metric!r}, expected MEASURE@K, such as ndcg@10 (MEASURE: "
-                f"{', '.join(METRIC_MEASURES)}; K, at most --k: {', '.join(cutoffs)})"
-            )
+        cutoffs = [cutoff for cutoff in CUTOFFS if cutoff <= self.k or self.run is not None]
+        if self.metric != EvaluateConfig.metric:
+            check_metric("--metric", self.metric, cutoffs)
 
 
 @dataclass(eq=False, repr=False)

@@ -4,7 +4,6 @@ Every error names the file and line or the option, what was found, and what is a
 """
 
 import difflib
-import math
 import os
 import re
 import warnings
@@ -18,7 +17,7 @@ import yaml
 from msgspec import inspect
 
 from contaccum.config.declare import METHOD_SPECS
-from contaccum.errors import InputError
+from contaccum.errors import InputError, library_errors
 
 Options = TypeVar("Options")
 READY = Path(__file__).parent.parent / "configs"
@@ -184,45 +183,26 @@ def check_values(options: Any, prefix: str = "") -> None:
 
 def refuse_unknown(given: Mapping[str, Given], known: Collection[str]) -> None:
     """Raise InputError for the first name that is not in ``known``."""
-    for name, (value, where) in given.items():
-        inner = [each for each in known if each.startswith(f"{name}.")]
-        if inner:
-            raise InputError(
-                f"{where} is {shown(value)}, expected a group of settings, such as {inner[0]}"
-            )
+    for name, (_, where) in given.items():
         if name not in known:
             raise InputError(f"{where}: no such setting{hint(name, known)}")
 
 
 def hint(name: str, known: Collection[str], prefix: str = "") -> str:
-    """Return the end of an error message about an unknown setting: the closest setting or group.
+    """Return the end of an error message about an unknown setting: the most similar settings.
 
-    Empty if none is close. known: names of the settings that exist. prefix: text before each
+    Empty if none is similar. known: names of the settings that exist. prefix: text before each
     setting, such as ``--``.
     """
-    groups = {each.partition(".")[0] for each in known if "." in each}
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    # without its group, in another group, or as initials such as lr
-    if not near and name not in groups:
-        group, _, last = name.rpartition(".")
-        names = {each: each.rpartition(".")[2] for each in known}
-        like = [last] if last in names.values() else []
-        like = like or difflib.get_close_matches(last, set(names.values()), n=2, cutoff=0.65)
-        like = like or [each for each in names.values() if _initials(each) == last]
-        near = sorted(each for each in known if names[each] in like)
-        if not near and group in known:  # such as model.name where model is the setting
-            near = [group]
-    if near:
-        return f"; did you mean {' or '.join(prefix + each for each in near)}?"
-    close = difflib.get_close_matches(name, sorted(groups), n=1)
-    if not close:
-        return ""
-    setting = next(each for each in known if each.startswith(f"{close[0]}."))
-    return f"; {close[0]} is a group of settings, such as {prefix}{setting}"
-
-
-def _initials(name: str) -> str:
-    return "".join(word[:1] for word in name.split("_"))
+    group, _, last = name.rpartition(".")
+    near = [each for each in known if each.startswith(f"{name}.")][:1]  # a group, such as model
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    last_words = {each: each.rpartition(".")[2] for each in known}
+    close = difflib.get_close_matches(last, set(last_words.values()), n=2, cutoff=0.7)
+    # in another group, or without a group
+    near = near or sorted(each for each in known if last_words[each] in close)
+    near = near or [each for each in known if each == group]  # such as model.name for model
+    return f"; did you mean {' or '.join(prefix + each for each in near)}?" if near else ""
 
 
 # Values
@@ -243,18 +223,15 @@ def converted(kind: Any, value: Any, where: str) -> Any:
     elif hasattr(value, "tolist"):  # a number or an array of NumPy or torch
         value = value.tolist()
     try:
-        result = msgspec.convert(value, kind)
-        numbers = result if isinstance(result, list) else [result]
-        if any(isinstance(each, float) and math.isnan(each) for each in numbers):
-            raise InputError(f"{where} is {shown(value)}, expected a number")
-        return result
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        of_wrong_type = "got" in str(error)  # msgspec's word for a value of a wrong type
-        expected = "" if of_wrong_type else range_of(kind)
-        raise InputError(
-            f"{where} is {shown(value)}, expected {expected or described(kind)}"
-            f"{_value_hint(kind, value)}"
-        ) from None
+        message = str(error)  # such as: Expected `int` >= 1
+        expected = message[0].lower() + message[1:]
+        if words := choices(kind):
+            expected = f"expected {placeholder(kind)}"
+            if near := difflib.get_close_matches(str(value), words, n=1):
+                expected += f"; did you mean {near[0]}?"
+        raise InputError(f"{where} is {shown(value)}, {expected}") from None
 
 
 def _item(kind: Any, item: Any, where: str) -> Any:
@@ -268,80 +245,10 @@ def _item(kind: Any, item: Any, where: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error message shows it: ``'text'``, ``true``, ``null``, ``a list``."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return "a mapping"
-    # aliases in YAML can make a short file a list of more items than fit into memory
-    if isinstance(value, list) and any(isinstance(each, list | dict) for each in value):
-        return "a list"
+    """Return a value as an error message shows it: ``'text'``, ``true``, ``null``."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
     return repr(value)[:100]
-
-
-_WORDS: dict[type, str] = {
-    inspect.BoolType: "true or false",
-    inspect.StrType: "text",
-    inspect.IntType: "a whole number",
-    inspect.FloatType: "a number",
-    inspect.NoneType: "null",
-}
-_ITEMS: dict[type, str] = {
-    inspect.DataclassType: "mappings",
-    inspect.StrType: "texts",
-    inspect.IntType: "whole numbers above 0",
-    inspect.FloatType: "numbers above 0",
-}
-
-
-def described(kind: Any) -> str:
-    """Describe the values that a type allows, such as ``a whole number (at least 0), or null``."""
-    words = []
-    for each in _alternatives(kind):
-        if isinstance(each, inspect.LiteralType):
-            words.append(f"one of {', '.join(choices(kind))}")
-        elif isinstance(each, inspect.ListType | inspect.VarTupleType):
-            words.append(f"a list of {_ITEMS[type(each.item_type)]}")
-        elif isinstance(each, inspect.IntType | inspect.FloatType) and range_of(kind):
-            words.append(f"{_WORDS[type(each)]} ({range_of(kind)})")
-        else:
-            words.append(_WORDS[type(each)])
-    return ", or ".join(words)
-
-
-def range_of(kind: Any) -> str:
-    """Describe the range of a number, such as ``at least 1``; empty without a range."""
-    number = number_type(kind)
-    if number is None:
-        return ""
-    if number.ge is not None and number.le is not None:
-        return f"from {number.ge} to {number.le}"
-    words = {
-        "at least": number.ge,
-        "more than": number.gt,
-        "at most": number.le,
-        "less than": number.lt,
-        "a multiple of": number.multiple_of,
-    }
-    return " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
-
-
-def number_type(kind: Any) -> inspect.IntType | inspect.FloatType | None:
-    """Return the number type in a type such as ``PositiveInt | None``, with its limits.
-
-    None: no number.
-    """
-    for each in _alternatives(kind):
-        if isinstance(each, inspect.IntType | inspect.FloatType):
-            return each
-    return None
-
-
-def _alternatives(kind: Any) -> Sequence[inspect.Type]:
-    info = inspect.type_info(kind)
-    return info.types if isinstance(info, inspect.UnionType) else (info,)
 
 
 def choices(kind: Any) -> list[str]:
@@ -350,12 +257,35 @@ def choices(kind: Any) -> list[str]:
     return [choice for each in kinds if get_origin(each) is Literal for choice in get_args(each)]
 
 
-def _value_hint(kind: Any, value: Any) -> str:
-    near = difflib.get_close_matches(str(value), choices(kind), n=1)
-    if near:
-        return f"; did you mean {near[0]}?"
-    is_text = kind is str or str in get_args(kind)
-    return "; write it in quotes" if is_text and isinstance(value, int | float) else ""
+def placeholder(kind: Any) -> str:
+    """Return a short description of the values that a type allows, such as ``N|auto``."""
+    names = {"BoolType": "true|false", "IntType": "N", "FloatType": "X", "ListType": "LIST"}
+    name = names.get(type(_alternatives(kind)[0]).__name__, "")
+    allowed = choices(kind)
+    if name:
+        return "|".join([name, *allowed])
+    return "{" + ",".join(allowed) + "}" if allowed else "TEXT"
+
+
+def range_of(kind: Any) -> str:
+    """Describe the range of a number, such as ``at least 1``; empty without a range."""
+    for each in _alternatives(kind):
+        if isinstance(each, inspect.IntType | inspect.FloatType):
+            words = {
+                "at least": each.ge,
+                "more than": each.gt,
+                "at most": each.le,
+                "less than": each.lt,
+                "a multiple of": each.multiple_of,
+            }
+            bounds = [f"{word} {bound}" for word, bound in words.items() if bound is not None]
+            return " and ".join(bounds)
+    return ""
+
+
+def _alternatives(kind: Any) -> Sequence[inspect.Type]:
+    info = inspect.type_info(kind)
+    return info.types if isinstance(info, inspect.UnionType) else (info,)
 
 
 # The command line
@@ -425,26 +355,15 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 def _read(path: str) -> tuple[dict[str, Any], Any]:
     """Return the content of a YAML file, and the nodes that say where everything was read."""
-    try:
-        loader = _Loader(Path(path).read_text(encoding="utf-8-sig"))
+    with (
+        library_errors(
+            f"{path}: not usable YAML", OSError, ValueError, yaml.YAMLError, RecursionError
+        ),
+        open(path, encoding="utf-8-sig") as file,
+    ):
+        loader = _Loader(file)
         root = loader.get_single_node()
         values = None if root is None else loader.construct_document(root)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path}: byte {error.start} is not UTF-8, expected YAML with settings"
-        ) from error
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise InputError(
-            f"{path}:{line}: not valid YAML ({error.problem}), expected YAML with settings"
-        ) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"{path}: not usable YAML ({reason}), expected YAML with settings"
-        ) from error
     if not isinstance(values, dict):
         line = root.start_mark.line + 1 if root else 1
         raise InputError(

@@ -1,6 +1,6 @@
 """Option group `run` of the training config, and checks of its values."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -12,6 +12,7 @@ from contaccum.config.declare import (
     setting,
 )
 from contaccum.config.encoder import ProcessConfig
+from contaccum.errors import InputError
 
 if TYPE_CHECKING:
     from contaccum.config import TrainConfig
@@ -20,6 +21,16 @@ METRIC_MEASURES = ("ndcg", "map", "recall", "precision", "mrr")
 METRIC_CUTS = (1, 3, 5, 10, 20, 100)
 CUTOFFS = (*METRIC_CUTS, 1000)
 """Cutoffs of the metrics that ``contaccum evaluate`` computes."""
+
+
+def check_metric(setting: str, metric: str, cutoffs: Sequence[int]) -> None:
+    """Raise InputError unless ``metric`` is a measure and one of ``cutoffs``, such as ndcg@10."""
+    measure, _, cutoff = metric.partition("@")
+    if measure not in METRIC_MEASURES or cutoff not in map(str, cutoffs):
+        raise InputError(
+            f"{setting} is {metric!r}, expected MEASURE@K, such as ndcg@10 (MEASURE: "
+            f"{', '.join(METRIC_MEASURES)}; K: {', '.join(map(str, cutoffs))})"
+        )
 
 
 @dataclass
@@ -70,12 +81,7 @@ class RunConfig(ProcessConfig):
     (needs the package wandb)."""
 
     def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
-        measure, _, cutoff = self.metric.partition("@")
-        if measure not in METRIC_MEASURES or cutoff not in map(str, METRIC_CUTS):
-            yield (
-                f"run.metric is {self.metric!r}, expected MEASURE@K, such as ndcg@10 (MEASURE: "
-                f"{', '.join(METRIC_MEASURES)}; K: {', '.join(map(str, METRIC_CUTS))})"
-            )
+        check_metric("run.metric", self.metric, METRIC_CUTS)
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
         if self.sharding == "fsdp":

@@ -72,21 +72,15 @@ def _columns(texts: Any) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
                 "text and, if there are any, title"
             )
         return columns[key], columns.get("title", [None] * len(columns[key])), columns["text"]
-    if isinstance(texts, str):
-        raise InputError(f"found the text {texts[:40]!r}; expected a list of texts, or texts by id")
-    if not isinstance(texts, Iterable):
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
         raise InputError(
             f"found a {type(texts).__name__}; expected a list of texts, or texts by id"
         )
-    keys: Sequence[Any]
-    if is_pandas:
-        keys, contents = list(texts.index), list(texts)  # type: ignore[attr-defined]
-    elif isinstance(texts, Mapping):
-        keys, contents = list(texts), list(texts.values())
+    if is_pandas or isinstance(texts, Mapping):
+        items = list(texts.items())  # type: ignore[attr-defined]
     else:
-        contents = list(texts)
-        keys = range(len(contents))
-    return keys, [None] * len(contents), contents
+        items = list(enumerate(texts))
+    return [key for key, _ in items], [None] * len(items), [text for _, text in items]
 
 
 def _id_text(key: Any, where: str) -> str:

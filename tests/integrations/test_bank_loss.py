@@ -47,10 +47,10 @@ def test_a_misspelt_row_weight_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 0}, "temperature is 0, expected more than 0"),
-        ({"temperature": -0.05}, "temperature is -0.05, expected more than 0"),
-        ({"bank_size": -3}, "bank_size is -3, expected at least 0"),
-        ({"bank_size": "8"}, "bank_size is '8', expected a whole number"),
+        ({"temperature": 0}, "temperature is 0, expected `float` > 0"),
+        ({"temperature": -0.05}, "temperature is -0.05, expected `float` > 0"),
+        ({"bank_size": -3}, "bank_size is -3, expected `int` >= 0"),
+        ({"bank_size": "8"}, "bank_size is '8', expected `int | null`"),
     ],
 )
 def test_a_temperature_and_a_size_out_of_range_are_refused(options, message):

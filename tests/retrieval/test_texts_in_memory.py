@@ -80,7 +80,7 @@ def test_values_that_are_no_texts_and_repeated_ids_are_refused(texts, message):
     [
         (lambda: Retriever.open("bm25", None), "found a NoneType; expected a list of texts"),
         (lambda: Retriever.open(object(), ["a"]), "model is a object, expected a DualEncoder"),
-        (lambda: Retriever.open("bm25", ["a"]).search(["a"], "2"), "k is '2', expected a whole nu"),
+        (lambda: Retriever.open("bm25", ["a"]).search(["a"], "2"), "k is '2', expected `int`"),
         (lambda: Retriever.open("bm25", pandas.DataFrame({"text": ["a"]})), "the table has the co"),
     ],
 )
