@@ -101,7 +101,7 @@ def source_of(name: str, split: str) -> tuple[str, str, str]:
 
         hub = HubName.of(text)
         text, configuration = hub.repository, hub.configuration or ""
-        split = "" if hub.local_files() else hub.split or split
+        split = hub.split or split
     elif text.startswith(("dpr/", "nanobeir/")) and not os.path.exists(text):
         split = ""  # each has only one
     return os.path.realpath(text), configuration, "" if os.path.isfile(text) else split

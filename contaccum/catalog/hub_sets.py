@@ -41,12 +41,10 @@ from contaccum.formats.readers import (
     is_low,
     kind_of_record,
     label_of,
-    quoted_column,
 )
 from contaccum.formats.records import (
     READER_VERSION,
     SourceLocation,
-    numbered_lines,
     record_line,
     write_beir_folder,
 )
@@ -120,10 +118,6 @@ class HubName:
                 f"{text}: not the name of a Hub data set, a local folder or a file; expected "
                 "hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN]"
             )
-        # a name on the Hub may end like a file, but is not in a local folder
-        in_folder = _ending(repository.lower()) in _ENDINGS and Path(repository).parent.is_dir()
-        if not path and (repository.startswith((".", "/")) or in_folder):
-            raise InputError(f"{text}: {repository} not found; expected a file or a folder")
         # an empty one, as in hub:owner/name::split, is the default
         configuration = parts["configuration"] or None
         return cls(text, repository, parts["revision"], configuration, parts["split"], columns)
@@ -133,22 +127,8 @@ class HubName:
 
         A file is a local path, or an address on the Hub that names a commit.
         """
-        try:
-            with self.available():
-                builder = load_dataset_builder(
-                    self.repository, configuration, revision=self.revision
-                )
-        except InputError as error:
-            # without a name, datasets raises ValueError if there are several
-            found = []
-            if configuration is None and isinstance(error.__cause__, ValueError):
-                found = self.configurations()
-            if len(found) < 2:
-                raise
-            raise InputError(
-                f"{self.text}: has the configurations {', '.join(found)}; choose one, such as "
-                f"{HUB_PREFIX}{self.repository}:{found[0]}"
-            ) from error
+        with self.available():
+            builder = load_dataset_builder(self.repository, configuration, revision=self.revision)
         files = builder.config.data_files or {}
         return {str(split): list(paths) for split, paths in files.items()}
 
@@ -156,35 +136,21 @@ class HubName:
         """Raise InputError if a local folder has a data file that is in none of ``splits``.
 
         ``datasets`` reads files of only one format, and skips faq.csv next to faq_test.csv. A
-        README.md with configurations may leave out files.
+        README.md may choose the files.
         """
-        if not os.path.isdir(self.repository):
+        folder = Path(self.repository)
+        if not folder.is_dir() or (folder / "README.md").is_file():
             return
-        readme = Path(self.repository, "README.md")
-        if readme.is_file() and "configs:" in readme.read_text("utf-8", errors="replace"):
-            return
-        files = [Path(file) for file in chain.from_iterable(splits.values())]
-        read = {file.resolve() for file in files}
-        folders = {Path(self.repository), *(file.parent for file in files)}
-        data = [
-            path
-            for folder in sorted(folders)
-            for path in sorted(folder.iterdir())
-            if _ending(path.name.lower()) in _ENDINGS and not path.name.startswith(".")
-        ]
-        unread = [
-            path for path in data if path.name not in FILES_TO_IGNORE and path.resolve() not in read
-        ]
-        if unread:
-            found = ", ".join(
-                f"{split} has {', '.join(Path(file).name for file in of_split)}"
-                for split, of_split in splits.items()
-            )
-            raise InputError(
-                f"{self.text}: {unread[0]} would not be read ({found}); the files of a folder "
-                "need one format, endings in lower case and, for several splits, names such as "
-                "train.csv and test.csv. Move the file, or give one file after hub:."
-            )
+        files = [os.path.realpath(file) for file in chain.from_iterable(splits.values())]
+        for path in sorted(folder.iterdir()):
+            is_data = _ending(path.name) in _ENDINGS and not path.name.startswith(".")
+            ignored = path.name in FILES_TO_IGNORE or os.path.realpath(path) in files
+            if is_data and not ignored:
+                raise InputError(
+                    f"{self.text}: {path} would not be read, only {', '.join(sorted(files))}; the "
+                    "files of a folder need one format and, for several splits, names such as "
+                    "train.csv and test.csv. Move the file, or give one file after hub:."
+                )
 
     def rows(self, files: Iterable[str]) -> Rows:
         """Read the rows of files. A file that is an address on the Hub is downloaded first."""
@@ -199,23 +165,9 @@ class HubName:
         with self.available():
             return get_dataset_config_names(self.repository, revision=self.revision)
 
-    def local_files(self) -> list[str]:
-        """Return the file, or the files of a folder whose endings are in capitals.
-
-        ``datasets`` finds the files of other folders; it knows only endings such as .csv.
-        """
-        if os.path.isfile(self.repository):
-            return [self.repository]
-        names = sorted(os.listdir(self.repository)) if os.path.isdir(self.repository) else []
-        if any(_ending(name) in _ENDINGS for name in names):
-            return []
-        return [
-            str(Path(self.repository, name)) for name in names if _ending(name.lower()) in _ENDINGS
-        ]
-
     def is_retrieval_set(self) -> bool:
         """Return True for a corpus with queries, False for training examples."""
-        if self.configuration is not None or self.columns or self.local_files():
+        if self.configuration is not None or self.columns or os.path.isfile(self.repository):
             return False
         found = set(self.configurations())
         return set(retrieval_parts(found)[:2]) <= found
@@ -252,21 +204,16 @@ def fetch_hub(name: HubName, split: str) -> Path:
     """
     if name.is_retrieval_set():
         return _retrieval_folder(name, split)
-    files = name.local_files()
-    if not files:
+    if os.path.isfile(name.repository):
+        files = [name.repository]
+    else:
         split = name.split or split
         found = name.files(name.configuration)
         name.refuse_unread_files(found)
         if split not in found:
             hint = ""
-            if name.split is None and found:
-                start, question_mark, columns = name.text.partition("?")
-                colons = ":" if name.configuration else "::"
-                named = f"{start}{colons}{next(iter(found))}{question_mark}{columns}"
-                hint = (
-                    f'. Name the split to use, as in "{named}", or make splits with contaccum data '
-                    "convert --splits"
-                )
+            if found:
+                hint = f". Name the split to use, as in hub:NAME::{next(iter(found))}?query=COLUMN"
             raise InputError(
                 f"{name.text}: split {split!r} not found; available: {', '.join(found)}{hint}"
             )
@@ -311,7 +258,7 @@ def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row:
     """
     for column in chain.from_iterable(name.columns.values()):
         if column not in row:
-            available = ", ".join(repr(quoted_column(each)) for each in row)
+            available = ", ".join(map(repr, row))
             raise location.error(f"column {column!r} not found; available: {available}")
     record: Row = {"neg": []}
     for key, columns in name.columns.items():
@@ -445,20 +392,10 @@ def file_rows(path: Path) -> Rows:
     if ending in (".jsonl", ".json"):
         yield from json_records(path, Row, "a row (an object)")
     elif ending in (".csv", ".tsv"):
-        first = next((line for _, line in numbered_lines(path)), "")
-        if ending == ".csv" and re.match('"[^"]*";', first):
-            raise InputError(_semicolons(path))
         rows = rows_of_cells(path, "," if ending == ".csv" else "\t")
         _, header = next(rows, (None, []))
         if not header:
             raise InputError(f"{path}: is empty; the first line must have the names of the columns")
-        if ending == ".csv" and len(header) == 1:
-            if ";" in header[0]:
-                raise InputError(_semicolons(path))
-            if "\t" in header[0]:
-                raise InputError(
-                    f"{path}:1: found tabs between the columns; end the file's name with .tsv"
-                )
         repeated = [name for name in header if name and header.count(name) > 1]
         if repeated:
             raise InputError(
@@ -482,10 +419,6 @@ def file_rows(path: Path) -> Rows:
                 yield SourceLocation(path, 0, number), row
     else:
         raise InputError(f"{path}: unknown file ending; expected one of {', '.join(_ENDINGS)}")
-
-
-def _semicolons(path: Path) -> str:
-    return f"{path}:1: found semicolons between the columns; save the file again with commas"
 
 
 def _typed(location: SourceLocation, row: Row, type_: type[Typed]) -> Typed:

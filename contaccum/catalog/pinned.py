@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from huggingface_hub import constants, metadata_load, snapshot_download
+from huggingface_hub import constants, snapshot_download
 
 from contaccum.catalog import table
 from contaccum.catalog.hub_sets import (
@@ -24,13 +24,13 @@ from contaccum.catalog.hub_sets import (
     retrieval_files,
     write_retrieval_set,
 )
-from contaccum.errors import InputError, library_errors
+from contaccum.errors import InputError
 from contaccum.formats.json_records import json_records
 from contaccum.formats.readers import read_qrels
 from contaccum.formats.records import READER_VERSION, numbered_lines, write_beir_folder
 from contaccum.formats.training import PassageRecord
 from contaccum.runtime.cache import cached_folder
-from contaccum.runtime.files import read_json, read_text, write_json
+from contaccum.runtime.files import read_json, write_json
 from contaccum.runtime.hub import hub_errors
 
 SPLITS = "splits.json"
@@ -41,8 +41,6 @@ KNOWN = (
 """MIRACL languages with a train split and a dev split."""
 SURPRISE = ("de", "yo")
 """MIRACL languages without a train split."""
-# maximum number of values in the metadata of a README; YAML aliases can produce billions
-_MAX_NODES = 1 << 20
 
 
 class Repository(NamedTuple):
@@ -141,31 +139,6 @@ def task_and_subset(member: str) -> tuple[Task, str]:
     return task, subset
 
 
-def _check_size(readme: Path) -> None:
-    """Raise InputError if the metadata of a README has too many values.
-
-    With YAML aliases, a small file can have billions.
-    """
-    sizes: dict[int, int] = {}
-
-    def size(node: Any) -> int:
-        if id(node) not in sizes:
-            inner = (
-                node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-            )
-            sizes[id(node)] = 1 + sum(map(size, inner))
-        return sizes[id(node)]
-
-    fix = "; it must be the card of an MTEB task"
-    with library_errors(f"{readme}: its metadata cannot be read", *FAILURES, fix=fix):
-        read_text(readme, "the card of a data set")
-        nodes = size(metadata_load(readme))
-    if nodes > _MAX_NODES:
-        raise InputError(
-            f"{readme}: its metadata has {nodes} values; at most {_MAX_NODES} are allowed"
-        )
-
-
 def _write(task: Task, subset: str, split: str | None, folder: Path) -> None:
     """Write a BEIR folder with one split, or with all splits (None).
 
@@ -173,7 +146,6 @@ def _write(task: Task, subset: str, split: str | None, folder: Path) -> None:
     """
     repository = task.repository
     card = repository.snapshot("README.md") / "README.md"
-    _check_size(card)
     name = HubName(f"mteb/{task.name}", repository.name, repository.commit)
     if constants.is_offline_mode():  # use the copy in the cache of the Hub
         name = HubName(name.text, str(card.parent))

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from contaccum.errors import InputError
-from contaccum.formats.readers import LABEL_NAMES, NEGATIVE_NAMES, USUAL_NAMES
+from contaccum.formats.readers import LABEL_NAMES, NEGATIVE_NAMES
 from contaccum.formats.records import is_blank, record_line
 from contaccum.formats.training import JsonlRecord
 from contaccum.runtime.cache import cached_folder
@@ -17,6 +17,11 @@ from contaccum.runtime.checks import require_utf8
 from contaccum.runtime.files import write_text
 from contaccum.runtime.units import counted
 
+_QUERY_NAMES = ("query", "anchor", "question", "sentence1")
+_POSITIVE_NAMES = (
+    *("pos", "positive", "answer", "sentence2"),
+    *("passage", "document", "context"),
+)
 _ID_NAMES = re.compile(r"_?id|[pq]id|doc_?id|idx|index")
 """Names of fields with ids, which are no queries or positives because of their position."""
 
@@ -96,9 +101,9 @@ def fields_of(names: Sequence[Any], where: str) -> dict[Any, str]:
             fields[name] = lower
         elif NEGATIVE_NAMES.fullmatch(lower):
             fields[name] = "neg"
-        elif lower in USUAL_NAMES["query"]:
+        elif lower in _QUERY_NAMES:
             fields[name] = "query"
-        elif lower in USUAL_NAMES["pos"]:
+        elif lower in _POSITIVE_NAMES:
             fields[name] = "pos"
     others = [name for name in names if name not in fields]
     missing = [field for field in ("query", "pos") if field not in fields.values()]

@@ -57,15 +57,11 @@ def id_text_lines(
     for location, line in numbered_lines(path, on_error=on_error):
         cells = line.split("\t")
         if len(cells) != 2 or cells[0].split() != [cells[0]]:
-            problem = (
-                f"found {line[:40]!r}; each line must be an id without spaces, a tab and a text"
-            )
-            if len(cells) == 2:
-                problem += (
-                    '. To read a table with the names of the columns in line 1, give "hub:'
-                    f'{path}?query=COLUMN&pos=COLUMN"'
+            on_error(
+                location.error(
+                    f"found {line[:40]!r}; each line must be an id without spaces, a tab and a text"
                 )
-            on_error(location.error(problem))
+            )
         else:
             yield location, cells[0], cells[1]
 
@@ -90,16 +86,12 @@ def read_questions(path: Path, on_error: OnError = stop) -> Iterator[Question]:
                 raise ValueError(row[1])
             yield Question(row[0], [require_utf8(answer, "") for answer in answers])
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            problem = (
-                f"the answers are {row[1][:80]!r}; they must be a list of strings such as "
-                "['a', 'b']"
-            )
-            if location.line == 1:
-                problem += (
-                    ". If they are passages to train on, name the columns in the first line "
-                    f'(query, tab, pos), and give "hub:{path}?query=query&pos=pos"'
+            on_error(
+                location.error(
+                    f"the answers are {row[1][:80]!r}; they must be a list of strings such as "
+                    "['a', 'b']"
                 )
-            on_error(location.error(problem))
+            )
 
 
 def rows_of_cells(

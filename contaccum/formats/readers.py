@@ -6,11 +6,10 @@ be gzipped. A reader checks each record separately. The package ``data`` checks 
 that references to ids are valid, and that no passage is empty.
 """
 
-import csv
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -43,6 +42,7 @@ _QUERY = "a query (an object with _id and text)"
 _FILES = "JSON, a DPR corpus TSV, a question CSV, or lines with id, tab and text (MS MARCO)"
 _MSMARCO_NAMES = {"corpus.jsonl": "collection.tsv", "queries.jsonl": "queries.tsv"}
 _RECORDS = ", or ".join([*(form.description for form in FORMATS.values()), _PASSAGE])
+_TABLE_HINT = 'To read other columns or fields, give "hub:NAME?query=COLUMN&pos=COLUMN"'
 MAX_GRADE = 99_999  # trec_eval needs memory for every grade up to the largest
 _GRADE = re.compile(r" *[+-]?[0-9]{1,5} *")
 
@@ -58,13 +58,10 @@ def beir_file(folder: Path, name: str) -> Path:
             return path
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
-    hint = ""
-    names = (path.name.lower().removesuffix(".gz") for path in folder.rglob("*"))
-    if any(name.endswith((".csv", ".parquet")) for name in names):
-        hint = f'. To read its tables, give "hub:{folder}?query=COLUMN&pos=COLUMN"'
     raise InputError(
         f"{folder}: {name} not found; a BEIR folder has corpus.jsonl, queries.jsonl and "
-        f"qrels/<split>.tsv{hint}"
+        f'qrels/<split>.tsv. To read CSV or Parquet files, give "hub:{folder}?query=COLUMN&'
+        'pos=COLUMN"'
     )
 
 
@@ -86,8 +83,6 @@ def numbered_corpus(
 
     The file is a BEIR corpus.jsonl, a DPR TSV or MS MARCO's collection.tsv.
     """
-    if not is_json(path):
-        refuse_id_table(path)
     if is_json(path) or len(_first_cells(path)) == 2:
         return _texts(path, _PASSAGE, on_error)
     return dpr_corpus(path, on_error)
@@ -140,19 +135,9 @@ def read_qrels(path: Path, on_error: OnError = stop) -> Iterator[Judgement]:
             continue
         columns = len(cells)
         named = cells[0].lower().replace("_", "-") in ("query-id", "qid", "query")
-        if is_first and not _GRADE.fullmatch(cells[-1]):
-            if named:
-                continue  # a header
-            if any("query" in cell.lower() for cell in cells):
-                on_error(
-                    location.error(
-                        f"found the header {', '.join(cells)}; expected query-id, corpus-id, score"
-                    )
-                )
-                continue
+        if is_first and named and not _GRADE.fullmatch(cells[-1]):
+            continue  # a header
         try:
-            if not cells[0] or not cells[-2]:
-                raise location.error("found an empty id; queries and passages need an id")
             grade = grade_of(cells[-1], location)
         except InputError as error:
             on_error(error)
@@ -180,15 +165,9 @@ def numbered_examples(
     """
     kind = kind_of_data(path)
     if kind not in FORMATS:
-        hint = ""
-        if kind == "questions":
-            hint = (
-                ". If the second column has passages, name the columns in the first line (query, "
-                f'tab, pos), and give "hub:{path}?query=query&pos=pos"'
-            )
         raise InputError(
             f"{path}: is a {kind} file; training examples must be DPR JSON, Tevatron JSONL, or "
-            f"JSONL with query, pos and neg{hint}"
+            f"JSONL with query, pos and neg. {_TABLE_HINT}"
         )
     form = FORMATS[kind]
     records = json_records(path, form, form.description, on_error)
@@ -223,57 +202,17 @@ def kind_of_data(path: Path) -> Kind:
     if not cells:
         raise InputError(f"{path}: is empty; it must contain {_FILES}")
     if len(cells) not in (2, 3):
-        found = "no tab" if len(cells) == 1 else f"{len(cells)} columns"
-        hint = ""
-        if ".csv" in name or ".tsv" in name:
-            delimiter = "," if ".csv" in name else "\t"
-            header = next(csv.reader(["\t".join(cells)], delimiter=delimiter))
-            hint = f". To read other columns, give {column_form(str(path), header)}"
-        raise InputError(f"{path}:1: found {found}; the file must contain {_FILES}{hint}")
-    names = {cell.lower() for cell in cells}
-    if not names.isdisjoint(USUAL_NAMES["query"]) and not names.isdisjoint(USUAL_NAMES["pos"]):
-        named = path if ".tsv" in name else path.with_suffix(".tsv")
-        rename = "" if named == path else f"rename the file to {named.name}, and "
         raise InputError(
-            f"{path}:1: found the names of columns; to read these columns, {rename}give "
-            f"{column_form(str(named), cells)}"
+            f"{path}:1: found {counted(len(cells), 'column')} separated by tabs; the file must "
+            f"contain {_FILES}. {_TABLE_HINT}"
         )
     if len(cells) == 2:
         is_id = cells[0].split() == [cells[0]] and not cells[1].startswith(("[", '"['))
         if not is_id or ".csv" in name:
             return "questions"
-    refuse_id_table(path)
     return "corpus" if len(cells) == 3 else texts
 
 
-def refuse_id_table(path: Path) -> None:
-    """Raise InputError if a table has only ids, such as triples for training, or judgements.
-
-    A table of passages has texts. In a table of ids, every other cell of the first lines is one
-    word with a digit.
-    """
-    lines = islice(numbered_lines(path, on_error=ignore), 100)
-    rows = [line.split("\t") for _, line in lines]
-    cells = [cell for row in rows for cell in row[1:]]
-    if cells and all(re.fullmatch(r"\S*\d\S*", cell) for cell in cells):
-        raise InputError(
-            f"{path}:1: found only ids; a table of passages needs texts. Triples of ids are not "
-            "read: write the texts of each query, its positives and its negatives to a JSONL file"
-        )
-    if rows and len(rows[0]) == 3 and " " in rows[0][0].strip():
-        raise InputError(
-            f"{path}:1: the first column has texts; a table of passages starts with an id. For "
-            "triples of texts, add a header (query, pos, neg) and give "
-            f'"hub:{path}?query=query&pos=pos&neg=neg"'
-        )
-
-
-# names that fields with queries, positives and negatives have in other tools
-USUAL_NAMES = {
-    "query": ("query", "anchor", "question", "sentence1"),
-    "pos": ("pos", "positive", "answer", "sentence2", "passage", "document", "context"),
-    "neg": ("neg", "negative", "negatives"),
-}
 NEGATIVE_NAMES = re.compile(r"(hard_?)?(neg|negative)s?(_?\d+)?", re.IGNORECASE)
 """Names of fields with hard negatives."""
 LABEL_NAMES = ("label", "score")
@@ -295,11 +234,11 @@ def unread_fields(path: Path) -> list[str]:
             if NEGATIVE_NAMES.fullmatch(name) and record[name]:
                 sentences[name] = f"field {name!r} is not read, expected {form.description}"
             elif name in LABEL_NAMES and is_low(record[name]):
-                columns = column_form(str(path), list(record)).strip('"')
                 sentences[name] = (
                     f"field {name!r} is not read, so rows with a low {name} count as positive "
-                    f'pairs. If a low value means not relevant, "{columns}&label={name}" makes '
-                    "these passages hard negatives."
+                    "pairs. If a low value means not relevant, "
+                    f'"hub:{path}?query=query&pos=pos&label={name}" makes these passages hard '
+                    "negatives."
                 )
     return list(sentences.values())
 
@@ -325,26 +264,6 @@ def is_low(label: Any) -> bool:
         return False
 
 
-def column_form(source: str, fields: Sequence[str]) -> str:
-    """Return the ``hub:`` name that reads a file whose fields have other names.
-
-    source: path of the file, or a ``hub:`` name without columns.
-    """
-    found = {}
-    for key, names in USUAL_NAMES.items():
-        found[key] = next((name for name in fields if name.lower() in names), "COLUMN")
-    if found["neg"] == "COLUMN":
-        del found["neg"]
-    columns = "&".join(f"{key}={quoted_column(name)}" for key, name in found.items())
-    prefix = "" if source.startswith("hub:") else "hub:"
-    return f'"{prefix}{source}?{columns}"'
-
-
-def quoted_column(name: str) -> str:
-    """Return a column name as a ``hub:`` name contains it: %26 for &, %2C for a comma."""
-    return re.sub("[%&,]", lambda found: f"%{ord(found[0]):02X}", name)
-
-
 def is_json(path: Path) -> bool:
     return first_character(path) in ("{", "[")
 
@@ -361,7 +280,7 @@ def kind_of_record(record: dict[str, Any], location: SourceLocation) -> Training
         return None
     raise location.error(
         f"found fields {', '.join(map(repr, list(record)[:8])) or 'none'}; a record must be "
-        f"{_RECORDS}. To read other fields, give {column_form(str(location.path), list(record))}"
+        f"{_RECORDS}. {_TABLE_HINT}"
     )
 
 

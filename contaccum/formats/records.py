@@ -12,7 +12,6 @@ import gzip
 import hashlib
 import io
 import os
-import re
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -173,8 +172,6 @@ def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
     The first bytes of the file tell whether it is gzipped.
     """
     refuse_url(path)
-    if "\0" in str(path):
-        raise InputError(f"{str(path)!r}: no such file; a path cannot contain NUL")
     try:
         if not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path):
             raise InputError(
@@ -229,22 +226,12 @@ def numbered_lines(
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """Return the message for a byte that is not UTF-8, with a guess of the encoding."""
-    content = error.object
-    if content[:4] == b"PAR1":
+    """Return the message for a byte that is not UTF-8."""
+    if error.object.startswith(b"PAR1"):
         return 'the file is in the format Parquet; name it as "hub:FILE?query=COLUMN&pos=COLUMN"'
-    if content[:4] == b"PK\x03\x04":
-        return "the file is a zip archive, such as an Excel file; save the table as CSV (UTF-8)"
-    runs = re.findall(rb"[\x80-\xff]+", content)
-    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        guess, encoding = "probably UTF-16", "UTF-16"
-    elif sum(map(len, runs)) <= 2 * len(runs):  # Western languages: few letters are not ASCII
-        guess, encoding = "probably cp1252 (Windows)", "CP1252"
-    else:
-        guess, encoding = "perhaps GB18030, Shift_JIS or cp1251", "ENCODING"
     return (
-        f"byte 0x{content[error.start]:02x} is not UTF-8; the encoding is {guess}. Convert the "
-        f"file: iconv -f {encoding} -t UTF-8 FILE > NEW"
+        f"byte 0x{error.object[error.start]:02x} is not UTF-8. Convert the file: iconv -f ENCODING "
+        "-t UTF-8 FILE > NEW (ENCODING is often CP1252 for a file of Windows)"
     )
 
 

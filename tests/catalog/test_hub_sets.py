@@ -2,7 +2,6 @@
 way."""
 
 import json
-import re
 from datetime import datetime
 from pathlib import Path
 
@@ -42,12 +41,9 @@ def test_a_table_without_the_split_is_answered_with_a_name_that_has_one(tmp_path
     """A search uses the split test, and a folder of CSV files has only train."""
     write(tmp_path / "faq" / "faq.csv", "question,answer\nwhat barks?,a dog\nwhat purrs?,a cat\n")
     faq = f"hub:{tmp_path / 'faq'}?query=question&pos=answer"
-    with pytest.raises(InputError, match=r"'test' not found; available: train\. Name the") as found:
+    with pytest.raises(InputError, match=r"available: train\. Name the split .*::train\?query"):
         look("bm25", faq, "dog")
-    named = re.search('as in "(.*)", or make splits with contaccum data convert', str(found.value))[
-        1
-    ]
-    assert named == faq.replace("?", "::train?")
+    named = faq.replace("?", "::train?")
     assert [passage.text for passage in look("bm25", named, "dog")] == ["a dog"]
 
 
@@ -55,13 +51,9 @@ def test_a_table_without_the_split_is_answered_with_a_name_that_has_one(tmp_path
     ("files", "unread"),
     [
         (["faq.csv", "faq.jsonl"], "faq.csv|faq.jsonl"),
-        (["FAQ.CSV", "more.csv"], "FAQ.CSV"),
         (["faq.csv", "faq_test.csv"], "faq.csv"),
-        (["data/train.csv", "faq.csv"], "faq.csv"),
-        (["data/train.csv", "data/train.jsonl"], "data/train.csv|data/train.jsonl"),
-        (["faq.csv", "more.csv", "README.md", ".hidden.csv", "dataset_info.json"], None),
+        (["faq.csv", "more.csv", ".hidden.csv", "dataset_info.json"], None),
         (["train.csv", "test.csv"], None),
-        (["FAQ.CSV", "MORE.CSV"], None),
     ],
 )
 def test_a_data_file_in_no_split_is_refused(files, unread, tmp_path, name):
@@ -73,7 +65,7 @@ def test_a_data_file_in_no_split_is_refused(files, unread, tmp_path, name):
     if unread is None:
         fetch(table, "train")
         return
-    with pytest.raises(InputError, match=rf"/faq/({unread}) would not be read \("):
+    with pytest.raises(InputError, match=rf"/faq/({unread}) would not be read, only"):
         fetch(table, "train")
     # a README may choose the files
     readme = "---\nconfigs:\n- config_name: default\n  data_files: FILE\n---\n"

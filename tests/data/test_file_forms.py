@@ -46,61 +46,33 @@ def test_lists_and_lines_are_told_by_their_fields(form, name, record, kind, tmp_
     assert kind_of_data(path) == kind
 
 
-@pytest.mark.parametrize(
-    ("record", "columns"),
-    [
-        ({"anchor": "one", "positive": "a"}, "query=anchor&pos=positive"),
-        (
-            {"anchor": "one", "positive": "a", "negative": "b"},
-            "query=anchor&pos=positive&neg=negative",
-        ),
-    ],
-)
-def test_the_hub_form_of_the_message_reads_the_file(record, columns, tmp_path, capsys):
-    path = write(tmp_path / "pairs.jsonl", lines(record, {**record, "anchor": "two"}))
-    name = f"hub:{path}?{columns}"
-    assert f'give "{name}"' in said_by(capsys, "data", "check", str(path))
-    (example, *_) = open_dataset(name, "train").examples()
-    assert (example.query.text, example.positives[0].text) == ("one", "a")
-    assert [passage.text for passage in example.negatives] == (
-        ["b"] if "negative" in record else []
-    )
+def test_fields_of_other_names_are_answered_with_the_way_to_read_them(tmp_path, capsys):
+    path = write(tmp_path / "pairs.jsonl", lines({"anchor": "one", "positive": "a"}))
+    said = said_by(capsys, "data", "check", str(path))
+    assert "found fields 'anchor', 'positive'; a record must be" in said
+    assert 'give "hub:NAME?query=COLUMN&pos=COLUMN"' in said
 
 
-@pytest.mark.parametrize("folder", [True, False])
 @pytest.mark.parametrize("name", ["T.CSV", "T.JSONL", "t.csv.gz"])
-def test_endings_in_capitals_and_columns_with_signs_work(folder, name, tmp_path):
+def test_endings_in_capitals_and_columns_with_signs_work(name, tmp_path):
     columns = ["query", "Q&A", "x, y", "100%"]
     if "csv" in name.lower():
         content = 'query,Q&A,"x, y",100%\none,a,b,c\n'
     else:
         content = lines(dict(zip(columns, ["one", "a", "b", "c"], strict=True)))
-    path = (write_gzip if name.endswith(".gz") else write)(tmp_path / "d" / name, content)
-    source = path.parent if folder else path
-    data = open_dataset(f"hub:{source}?query=query&pos=Q%26A,x%2C y&neg=100%", "train")
+    path = (write_gzip if name.endswith(".gz") else write)(tmp_path / name, content)
+    data = open_dataset(f"hub:{path}?query=query&pos=Q%26A,x%2C y&neg=100%", "train")
     (example,) = data.examples()
     assert [passage.text for passage in example.positives] == ["a", "b"]
     assert [passage.text for passage in example.negatives] == ["c"]
 
 
-def test_an_unknown_column_is_answered_with_names_that_can_be_given(tmp_path):
+def test_an_unknown_column_is_answered_with_the_columns(tmp_path):
     path = write(tmp_path / "t.csv", 'query,Q&A,"x, y"\none,a,b\n')
-    with pytest.raises(InputError, match="'Q' not found; available: 'query', 'Q%26A', 'x%2C y'"):
+    with pytest.raises(InputError, match="'Q' not found; available: 'query', 'Q&A', 'x, y'"):
         open_dataset(f"hub:{path}?query=query&pos=Q", "train").examples()
     with pytest.raises(InputError, match="write %26 for & and %2C for a comma"):
         open_dataset(f"hub:{path}?query=query&pos=Q&A", "train").examples()
-
-
-@pytest.mark.parametrize("name", ["pairs.tsv", "pairs.csv"])
-def test_a_header_of_pairs_is_no_passage(tmp_path, name):
-    """Its line was read as a passage with the id "query"."""
-    path = write(tmp_path / name, "query\tpos\none\ttwo\nthree\tfour\n")
-    with pytest.raises(InputError, match=":1: found the names of columns; to read") as said:
-        check(path)
-    given = re.search('"(hub:.*)"', str(said.value))[1]
-    assert ("rename the file to pairs.tsv" in str(said.value)) == (name == "pairs.csv")
-    path.rename(tmp_path / "pairs.tsv")
-    assert check(given)["rows"] == 2
 
 
 def test_a_header_of_passages_is_not_taken_for_pairs(tmp_path):
@@ -122,20 +94,14 @@ def test_messages_about_a_table_name_its_rows(tmp_path):
         check(f"hub:{path}", policy=DataPolicy(strict=True))
 
 
-def test_a_table_with_semicolons_is_refused(tmp_path):
-    """Some spreadsheet programs write them. A header of one column has no separator."""
+def test_a_table_with_semicolons_is_answered_with_its_columns(tmp_path):
+    """Some spreadsheet programs write them."""
     path = write(tmp_path / "t.csv", "query;answer\none;a, b\n")
-    with pytest.raises(InputError, match=r"t\.csv:1: found semicolons between the columns"):
+    with pytest.raises(InputError, match=r"t\.csv:2: found 2 cells, but the header has 1"):
         open_dataset(f"hub:{path}?query=query&pos=answer", "train").examples()
-    path = write(tmp_path / "t.csv", '\ufeff"a query";"an answer"\r\n"one";"a, b"\r\n')
-    with pytest.raises(InputError, match=r"t\.csv:1: found semicolons between the columns"):
-        open_dataset(f"hub:{path}?query=a query&pos=an answer", "train").examples()
-    path = write(tmp_path / "t.csv", "query\tanswer\none\ttwo\n")
-    with pytest.raises(InputError, match=r"t\.csv:1: found tabs .*; end the file's name with .tsv"):
+    write(path, "query;answer\none;a\n")
+    with pytest.raises(InputError, match=r"'query' not found; available: 'query;answer'"):
         open_dataset(f"hub:{path}?query=query&pos=answer", "train").examples()
-    path = write(tmp_path / "u.csv", "text\none; two\n")
-    examples = open_dataset(f"hub:{path}?query=text&pos=text", "train").examples()
-    assert examples.queries["text"][:] == ["one; two"]
 
 
 def test_a_label_decides_between_positive_and_hard_negative(tmp_path):
@@ -182,13 +148,13 @@ def test_rows_with_label_0_are_warned_of_at_every_use(zero, tmp_path):
         assert open_dataset(name, "train").path
 
 
-def test_a_folder_with_two_configurations_gets_the_form_that_works(tmp_path, capsys):
+def test_a_folder_with_two_configurations_needs_the_name_of_one(tmp_path, capsys):
     for part in ("a", "b"):
         write(tmp_path / "two" / part / "x.jsonl", lines({"query": part, "pos": ["p"]}))
     card = "".join(f"- config_name: {part}\n  data_files: {part}/*.jsonl\n" for part in "ab")
     write(tmp_path / "two" / "README.md", f"---\nconfigs:\n{card}---\n")
     name = f"hub:{tmp_path / 'two'}"
-    assert f"has the configurations a, b; choose one, such as {name}:a" in said_by(
+    assert "pick one among the available configs: ['a', 'b']" in said_by(
         capsys, "data", "check", name
     )
     assert open_dataset(f"{name}:a", "train").train_set().queries["text"][:] == ["a"]
@@ -197,36 +163,25 @@ def test_a_folder_with_two_configurations_gets_the_form_that_works(tmp_path, cap
 # encodings
 
 
-@pytest.mark.parametrize(
-    ("text", "encoding", "guess"),
-    [
-        ("café crème", "cp1252", "probably cp1252 (Windows). Convert the file: iconv -f CP1252 -t"),
-        ("北京是首都", "gb18030", "perhaps GB18030, Shift_JIS or cp1251. Convert the file: iconv"),
-        ("日本の首都", "shift_jis", "perhaps GB18030, Shift_JIS or cp1251"),
-    ],
-)
 @pytest.mark.parametrize("form", ["jsonl", "csv", "queries.tsv"])
-def test_the_encoding_of_a_file_is_guessed(text, encoding, guess, form, tmp_path):
+def test_a_text_that_is_not_utf8_is_refused_with_its_line(form, tmp_path):
     content = {
-        "jsonl": lines(*PAIRS) + f'{{"query": "{text}", "pos": ["a"]}}\n',
-        "csv": f"query,pos\none,a\n{text},b\n",
-        "queries.tsv": f"1\tone\n2\t{text}\n",
+        "jsonl": lines(*PAIRS) + '{"query": "café", "pos": ["a"]}\n',
+        "csv": "query,pos\none,a\ncafé,b\n",
+        "queries.tsv": "1\tone\n2\tcafé\n",
     }[form]
-    path = write(tmp_path / f"x.{form}", content.encode(encoding))
+    path = write(tmp_path / f"x.{form}", content.encode("cp1252"))
     name = f"hub:{path}?query=query&pos=pos" if form == "csv" else path
-    read = {
-        "queries.tsv": lambda data: data.queries,
-        "jsonl": lambda data: data.examples(),
-        "csv": lambda data: data.examples(),
-    }[form]
-    with pytest.raises(InputError) as error:
-        read(open_dataset(name, "train"))
-    line = content[: content.index(text)].count("\n") + 1
-    assert str(error.value).startswith(f"{path}:{line}:")
-    assert f"is not UTF-8; the encoding is {guess}" in str(error.value)
-    assert "damaged" not in str(error.value)
+
+    def read():
+        data = open_dataset(name, "train")
+        return data.queries if form == "queries.tsv" else data.examples()
+
+    line = content[: content.index("café")].count("\n") + 1
+    with pytest.raises(InputError, match=rf"^{path}:{line}: byte 0xe9 is not UTF-8\. Convert"):
+        read()
     write(path, content)  # negative control
-    assert read(open_dataset(name, "train"))
+    assert read()
 
 
 # files without texts
@@ -300,11 +255,7 @@ def test_the_home_folder_can_be_written_with_a_tilde(tmp_path, monkeypatch, caps
     assert "text 0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("start", "advice"),
-    [(b"PAR1", r"format Parquet; name it as \"hub:FILE"), (b"PK\x03\x04", "save the table as CSV")],
-)
-def test_a_table_in_another_format_is_named(start, advice, tmp_path):
-    path = write(tmp_path / "table", start + b"\xff\xce\x00")
-    with pytest.raises(InputError, match=advice):
+def test_a_parquet_file_is_answered_with_the_name_that_reads_it(tmp_path):
+    path = write(tmp_path / "table", b"PAR1\xff\xce\x00")
+    with pytest.raises(InputError, match='format Parquet; name it as "hub:FILE'):
         open_dataset(path, "train").examples()
