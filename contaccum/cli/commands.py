@@ -38,7 +38,6 @@ from contaccum.errors import InputError
 from contaccum.runtime.checks import refuse_other_file
 from contaccum.runtime.launch import is_main, process_place
 from contaccum.runtime.progress import announced
-from contaccum.runtime.units import counted
 
 LIBRARIES = "loading PyTorch and other libraries"
 
@@ -258,14 +257,7 @@ def _doctor() -> None:
 def _check(data: CheckConfig, policy: DataPolicy) -> str:
     from contaccum.data.commands import check, render
 
-    stats = check(data.path, data.split, policy)
-    if shared := stats.get("queries in several splits"):
-        print(
-            f"contaccum: {data.path}: {counted(shared, 'query')} in several splits (equal texts); "
-            "a query should be in only one",
-            file=sys.stderr,
-        )
-    return render(stats)
+    return render(check(data.path, data.split, policy))
 
 
 def _convert(data: ConvertConfig, policy: DataPolicy) -> str:

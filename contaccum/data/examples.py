@@ -160,7 +160,7 @@ def load_examples(path: Path, policy: DataPolicy, table: str | None = None) -> E
     Rows with the same query text become one query, which has the passages of all of them. An
     example with an empty text is invalid. Other problems cause a warning, or InputError with
     ``strict``: queries without a positive, ids that have several texts, and hard negatives with the
-    text of a positive. ``repair`` has no effect on a file of examples and causes a warning.
+    text of a positive. ``repair`` has no effect on a file of examples.
 
     table: name of the Hub data set or local table with the rows of ``path``, for messages.
     """
@@ -170,8 +170,6 @@ def load_examples(path: Path, policy: DataPolicy, table: str | None = None) -> E
 
     if not os.path.isfile(path):
         raise InputError(f"{path}: no such file or folder")
-    if policy.repair:
-        warnings.warn(named(f"{path}: repair has no effect on a file of examples"), stacklevel=4)
     try:
         folder, about = cached_tables(
             "examples", file_key(path), lambda folder: build_examples(path, folder)

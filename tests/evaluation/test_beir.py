@@ -188,21 +188,6 @@ def test_own_id_is_dropped_before_the_cutoff():
     assert retriever.search({"a": "red apples"}, 2, ignore_identical_ids=True) == {"a": hits[1:]}
 
 
-def test_a_set_whose_queries_all_have_the_id_of_their_passage_is_refused(tmp_path):
-    """As in BEIR, nothing would be found, and a run would keep its first model."""
-    folder = write_beir(tmp_path / "data", queries=4)
-    for name in ("corpus", "queries"):
-        text = (folder / f"{name}.jsonl").read_text()
-        (folder / f"{name}.jsonl").write_text(text.replace('"p', '"').replace('"q', '"'))
-    qrels = folder / "qrels" / "test.tsv"
-    qrels.write_text("query-id\tcorpus-id\tscore\n0\t0\t1\n1\t1\t1\n")
-    with pytest.raises(InputError, match="each query has the id of its only judged"):
-        evaluate("bm25", folder)
-    qrels.write_text(qrels.read_text() + "1\t2\t1\n")  # negative control
-    with pytest.warns(UserWarning, match="2 queries with the id of a positive"):
-        evaluate("bm25", folder)
-
-
 def test_a_relevance_level_above_all_grades_is_refused():
     with pytest.raises(InputError, match="relevance_level is 3, but the highest grade is 2"):
         evaluate_run({"q": {"p": 2}}, {"q": [("p", 1.0)]}, relevance_level=3)
