@@ -150,7 +150,7 @@ def test_another_method_does_not_take_over_the_share_of_a_config(files, options,
         (config,), _ = parse("train", COMMANDS["train"], [*words, *options])
     assert config.replay.share == share
     lost = share == 1.0
-    assert [("0.yaml:2: replay.share 0.5 is not used" in str(one.message)) for one in said] == [
+    assert [("0.yaml: replay.share 0.5 is not used" in str(one.message)) for one in said] == [
         True
     ] * lost
 
@@ -159,7 +159,7 @@ def test_another_method_does_not_take_over_the_share_of_a_config(files, options,
     ("command", "text", "options", "sentence"),
     [
         ("train", "seed: 1", ["--bank.size", "24"], "--bank.size: no effect with method grad_ca"),
-        ("train", "bank: {keep: false}", [], "c.yaml:1: bank.keep: no effect with method grad_ca"),
+        ("train", "bank: {keep: false}", [], "c.yaml: bank.keep: no effect with method grad_ca"),
         ("train", "method: in_batch", ["--bank.size", "24"], "--bank.size: no effect with method"),
         # negative controls: a method with a bank, the bank of a config for another method, and a
         # command with several methods
@@ -244,7 +244,7 @@ SEPARATE = {
          "bank.size is 12, but cont_accum can push 16 entries at once"),
         (
             {"run.memory_budget": "11"},
-            "run.memory_budget is '11', expected a number above 0 and below 1e15, and a unit (GiB, "
+            "run.memory_budget is '11', expected a number and a unit (GiB, "
             "MiB, GB, MB",
         ),
         ({"bank.size": 3}, "bank.size is 3, but cont_accum can push 4 entries at once"),

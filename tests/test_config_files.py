@@ -64,7 +64,7 @@ def test_wrong_value_is_answered_with_the_allowed_values(name, value, words, wri
         (["train", f"--{name}", value], f"--{name} is "),
         (
             ["train", "--config", written(f"output_dir: out\n{name}: {value}\n")],
-            f"c.yaml:2: {name} is ",
+            f"c.yaml: {name} is ",
         ),
         (["train", "--config", "c.yaml", f"--{name}={value}"], f"--{name} is "),
     ):
@@ -94,7 +94,7 @@ def test_misspelt_name_is_answered_with_the_closest_setting(name, words, written
     assert words.format("--") in refused(capsys, "train", f"--{name}=1")
     err = refused(capsys, "train", "--config", written(f"output_dir: out\n{name}: 1\n"))
     assert words.format("") in err
-    assert err.startswith("c.yaml:2: ")
+    assert err.startswith("c.yaml: ")
 
 
 @pytest.mark.parametrize(

@@ -245,11 +245,6 @@ class MineConfig:
                 f"range_max is {self.range_max}, expected at least range_min + num_negatives = "
                 f"{least}"
             )
-        low, high = self.min_score, self.max_score
-        if low is not None and high is not None and low > high:
-            raise InputError(
-                f"min_score is {low}, but max_score is {high}; min_score must not be larger"
-            )
 
 
 @dataclass(eq=False, repr=False)

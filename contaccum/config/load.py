@@ -1,6 +1,6 @@
 """Load settings: defaults, overridden by YAML files, overridden by options of the command line.
 
-Every error names the file and line or the option, what was found, and what is allowed.
+Every error names the file or the option, the setting, what was found, and what is allowed.
 """
 
 import difflib
@@ -33,7 +33,7 @@ class Given(NamedTuple):
 
     value: Any
     where: str
-    """Place where the value was read and name of the setting, for messages: ``c.yaml:3: seed`` or
+    """Place where the value was read and name of the setting, for messages: ``c.yaml: seed`` or
     ``--seed``."""
 
 
@@ -350,26 +350,16 @@ _Loader.add_implicit_resolver(
 
 def read_yaml(path: str) -> dict[str, Any]:
     """Return the content of a YAML file that maps names to values."""
-    return _read(path)[0]
-
-
-def _read(path: str) -> tuple[dict[str, Any], Any]:
-    """Return the content of a YAML file, and the nodes that say where everything was read."""
     with (
         library_errors(
             f"{path}: not usable YAML", OSError, ValueError, yaml.YAMLError, RecursionError
         ),
         open(path, encoding="utf-8-sig") as file,
     ):
-        loader = _Loader(file)
-        root = loader.get_single_node()
-        values = None if root is None else loader.construct_document(root)
+        values = _Loader(file).get_single_data()
     if not isinstance(values, dict):
-        line = root.start_mark.line + 1 if root else 1
-        raise InputError(
-            f"{path}:{line}: found {shown(values)}, expected settings, such as 'seed: 1'"
-        )
-    return values, root
+        raise InputError(f"{path}: found {shown(values)}, expected settings, such as 'seed: 1'")
+    return values
 
 
 def read_config_file(path: str) -> dict[str, Given]:
@@ -377,17 +367,8 @@ def read_config_file(path: str) -> dict[str, Given]:
 
     A setting is written ``group: {name: value}`` or ``group.name: value``.
     """
-    values, root = _read(path)
-    lines: dict[str, int] = {}
-    for key, node in root.value:
-        lines[key.value] = key.start_mark.line + 1
-        if isinstance(node, yaml.MappingNode):
-            for inner, _ in node.value:
-                lines[f"{key.value}.{inner.value}"] = inner.start_mark.line + 1
-    found = {
-        name: Given(value, f"{path}:{lines.get(name, 1)}: {name}")
-        for name, value in flat(values).items()
-    }
+    values = flat(read_yaml(path))
+    found = {name: Given(value, f"{path}: {name}") for name, value in values.items()}
     if version := found.pop("format_version", None):
         check_version(*version)
     return found

@@ -501,7 +501,6 @@ def test_the_report_names_the_search_settings_that_can_change_the_negatives(data
     ("options", "sentence"),
     [
         (["--range_min", "98"], "expected at least range_min + num_negatives = 103"),
-        (["--max_score", "0.1", "--min_score", "0.2"], "min_score is 0.2, but max_score is 0.1"),
         (["--pooling", "cls"], "pooling 'cls' needs an encoder, and bm25 has none"),
         (["--factory", "HNSW32"], "factory 'HNSW32' needs an encoder, and bm25 has none"),
         (["--cross_encoder", "./absent"], "./absent: cannot be loaded as a cross-encoder"),

@@ -100,7 +100,7 @@ def test_config_of_another_version_is_refused(version, scene, tmp_path, capsys):
         main(["train", "--config", str(run / "config.yaml"), "--output_dir", str(tmp_path / "new")])
         == 2
     )
-    assert "config.yaml:1: format_version is " in capsys.readouterr().err
+    assert "config.yaml: format_version is " in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
