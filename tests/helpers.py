@@ -401,7 +401,7 @@ def open_examples(path: str | Path, split: str = "train", **policy: int) -> Exam
 
 
 def load_examples(path: Path, **policy: int) -> ExampleTable:
-    return examples.load_examples(path, DataPolicy(**policy))
+    return examples.load_examples(path, DataPolicy(**policy), str(path))
 
 
 def judged_split(path: Path, split: str, **policy: int) -> JudgedSplit:

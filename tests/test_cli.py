@@ -14,10 +14,9 @@ from helpers import train_config, write_beir
 import contaccum
 from contaccum import DualEncoder, evaluate, search, train
 from contaccum.cli import main
-from contaccum.cli.commands import COMMANDS, _mine, _warn_of_other_settings
+from contaccum.cli.commands import COMMANDS, _warn_of_other_settings
 from contaccum.cli.parser import help_texts, parse
-from contaccum.config import DataPolicy, EncoderConfig, ModelConfig, to_yaml, train_settings
-from contaccum.config.commands import MineConfig, MineFilesConfig, SearchConfig
+from contaccum.config import ModelConfig, to_yaml, train_settings
 from contaccum.config.declare import default_of
 
 
@@ -303,18 +302,6 @@ def test_training_on_warns_of_settings_that_the_model_does_not_keep(stored_model
         "trained with max_passage_length 32, but this run has 256; set "
         "--model.max_passage_length 32 to keep it",
     ]
-
-
-def test_a_mining_hint_keeps_the_settings_of_the_model(stored_model, monkeypatch):
-    monkeypatch.setattr("contaccum.retrieval.mine.mine", lambda *_, **__: None)
-    monkeypatch.setattr("contaccum.retrieval.mine.render_mined", lambda *_: "mined")
-    encoder = EncoderConfig(str(stored_model))
-    job = MineFilesConfig(data="data", output="mined.jsonl")
-    hint = _mine(job, MineConfig(), encoder, SearchConfig(), DataPolicy())
-    assert (
-        f"--model.name {stored_model} --model.max_query_length 16 "
-        "--model.max_passage_length 32 --output_dir DIR"
-    ) in hint
 
 
 @pytest.fixture

@@ -104,19 +104,13 @@ def check_dpr_name(name: str) -> None:
 
 def check_beir_name(given: str) -> None:
     """Raise InputError unless BEIR has a data set of this name that may be downloaded."""
-    name, _, forum = given.partition("/")
-    if name not in MD5:
+    names = sorted(MD5.keys() - {"cqadupstack"} | {f"cqadupstack/{forum}" for forum in FORUMS})
+    if given not in names:
         raise InputError(
             f"{given}: no folder or data set has this name; expected a path, one of "
-            f"{', '.join(sorted(MD5))}, or a name that starts with nanobeir/, mteb/, miracl/, dpr/ "
+            f"{', '.join(names)}, or a name that starts with nanobeir/, mteb/, miracl/, dpr/ "
             "or hub: (see contaccum data fetch --help)"
         )
-    if name == "cqadupstack" and forum not in FORUMS:
-        raise InputError(
-            f"{given}: not a data set; expected cqadupstack/ and one of {', '.join(FORUMS)}"
-        )
-    if name != "cqadupstack" and forum:
-        raise InputError(f"{given}: not a data set; {name} has no parts. Use {name!r}.")
 
 
 def unpack(archive: Path, name: str, target: Path) -> None:

@@ -24,10 +24,7 @@ from urllib.parse import unquote
 import msgspec
 from datasets import get_dataset_config_names, load_dataset, load_dataset_builder
 from datasets.data_files import FILES_TO_IGNORE
-from datasets.exceptions import DatasetsError
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError
-from yaml import YAMLError
 
 from contaccum.catalog import HUB_PREFIX
 from contaccum.errors import InputError, library_errors
@@ -55,13 +52,6 @@ from contaccum.runtime.hub import hub_errors
 from contaccum.runtime.units import counted
 
 FIELDS = ("query", "pos", "neg", "query_id", "label")
-FAILURES: tuple[Any, ...] = (
-    *(OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError),
-    *(YAMLError, DatasetsError),
-    *HfHubHTTPError.__bases__,  # without a connection, the error is one of these
-)
-"""Errors that can occur while a data set is loaded. ``datasets`` raises RuntimeError if the data
-set has a loading script."""
 LABELS = "low_labels.json"  # number of rows with a low label or score, next to examples.jsonl
 Row = dict[str, Any]
 Rows = Iterable[tuple[SourceLocation, Row]]
@@ -175,8 +165,8 @@ class HubName:
     def available(self) -> AbstractContextManager[None]:
         """Return a context that converts errors of loading the data set to InputError."""
         if os.path.isdir(self.repository):
-            return library_errors(f"{self.text}: cannot be loaded", *FAILURES)
-        return hub_errors(f"{self.text}: cannot be loaded from the Hub", *FAILURES)
+            return library_errors(f"{self.text}: cannot be loaded", Exception)
+        return hub_errors(f"{self.text}: cannot be loaded from the Hub", Exception)
 
 
 def _ending(name: str) -> str:
@@ -277,10 +267,10 @@ def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row:
                     texts.append(str(text))
         if key in ("pos", "neg"):
             record[key] = texts
-        elif len(texts) > 1:
+        elif len(texts) == 1:
+            record[key] = texts[0]
+        elif texts or key == "query":
             raise location.error(f"found {len(texts)} values for {key}; expected exactly one")
-        else:
-            record[key] = "".join(texts)  # the reader rejects an empty query
     if labels := name.columns.get("label"):
         label = row[labels[0]]
         try:
@@ -410,7 +400,7 @@ def file_rows(path: Path) -> Rows:
                 )
             yield location, dict(zip(header, cells, strict=True))
     elif ending == ".parquet":
-        with library_errors(f"{path}: cannot be read", *FAILURES):
+        with library_errors(f"{path}: cannot be read", Exception):
             # rows in memory: the default of batch_size is a whole row group
             rows = load_dataset(
                 "parquet", data_files=[str(path)], split="train", streaming=True, batch_size=256

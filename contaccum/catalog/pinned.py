@@ -18,7 +18,6 @@ from huggingface_hub import constants, snapshot_download
 
 from contaccum.catalog import table
 from contaccum.catalog.hub_sets import (
-    FAILURES,
     HubName,
     judged_splits,
     retrieval_files,
@@ -57,7 +56,7 @@ class Repository(NamedTuple):
         cache lacks the repository.
         """
         with hub_errors(
-            f"{self.name}: cannot be downloaded from the Hub", *FAILURES, fix=f". {self.hint}"
+            f"{self.name}: cannot be downloaded from the Hub", Exception, fix=f". {self.hint}"
         ):
             folder = snapshot_download(
                 self.name,

@@ -36,7 +36,7 @@ from contaccum.data.corpus import (
     read_query_texts,
 )
 from contaccum.data.dataset import DEFAULT_POLICY, RetrievalDataset, open_dataset
-from contaccum.data.examples import ExampleTable, build_examples, by_row
+from contaccum.data.examples import ExampleTable, build_examples
 from contaccum.data.identity import text_hash
 from contaccum.data.retrieval_set import (
     JudgedSplit,
@@ -79,17 +79,16 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
     """
     data = open_dataset(path, split or "train", policy)
     try:
-        kind = "rows of a table" if data.table else data.kind
-        return {"path": str(data.name), "kind": kind, **_statistics(data, split)}
+        return {"path": str(data.name), "kind": data.kind, **_statistics(data, split)}
     except InputError as error:
         # the traceback would keep the line, which may have many megabytes
         first = error.with_traceback(None)
     errors = _all_errors(data, split)
     if len(errors) < 2:
         raise first
-    sentences = [str(error) for error in errors[:MOST_ERRORS]]
-    if data.table:
-        sentences = [by_row(sentence, data.path, data.table) for sentence in sentences]
+    # the name that the user gave, instead of the path in the cache
+    path, name = str(data.path), str(data.name)
+    sentences = [str(error).replace(path, name) for error in errors[:MOST_ERRORS]]
     count = f"{data.name}: {len(errors)} errors"
     if len(errors) > MOST_ERRORS:
         count += f"; the first {MOST_ERRORS}:"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from contaccum.catalog import HUB_PREFIX, fetch, find, source_of
+from contaccum.catalog import fetch, find, source_of
 from contaccum.config import DataConfig, DataPolicy, MixtureConfig
 from contaccum.data.corpus import open_corpus, queries_file, read_query_texts
 from contaccum.data.examples import ExampleTable, load_examples
@@ -78,12 +78,6 @@ class RetrievalDataset:
     def kind(self) -> Kind:
         """Format of the data set, detected from the content of the files."""
         return kind_of_data(self.path)
-
-    @property
-    def table(self) -> str | None:
-        """Name of the Hub data set or local table that the examples are rows of. None: no table."""
-        name = str(self.name)
-        return name if name.startswith(HUB_PREFIX) and self.kind in FORMATS else None
 
     def check(self) -> None:
         """Raise InputError if no data set has this name, or if a local data set lacks the split.
@@ -156,7 +150,7 @@ class RetrievalDataset:
         """
         if self.kind == "beir":
             return self._judged.examples(self.policy.repair, merge)
-        return load_examples(self.path, self.policy, self.table)
+        return load_examples(self.path, self.policy, str(self.name))
 
     def train_set(self, hard_negatives: int = 0, scores: bool = False) -> TrainSet:
         """Return the queries and passages for training.

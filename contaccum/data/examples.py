@@ -7,7 +7,6 @@ the cache. Later calls map these tables into memory.
 
 import math
 import os
-import re
 import warnings
 from array import array
 from collections.abc import Iterator
@@ -154,7 +153,7 @@ class ExampleTable:
                 yield Example(Query(key, text), positives, negatives, others, teacher)
 
 
-def load_examples(path: Path, policy: DataPolicy, table: str | None = None) -> ExampleTable:
+def load_examples(path: Path, policy: DataPolicy, name: str) -> ExampleTable:
     """Open a file of training examples: DPR JSON, JSONL of query, pos and neg, or Tevatron JSONL.
 
     Rows with the same query text become one query, which has the passages of all of them. An
@@ -162,11 +161,11 @@ def load_examples(path: Path, policy: DataPolicy, table: str | None = None) -> E
     ``strict``: queries without a positive, ids that have several texts, and hard negatives with the
     text of a positive. ``repair`` has no effect on a file of examples.
 
-    table: name of the Hub data set or local table with the rows of ``path``, for messages.
+    name: path or name of the data set as the user gave it, for messages.
     """
 
     def named(message: str) -> str:
-        return message if table is None else by_row(message, path, table)
+        return message.replace(str(path), name)
 
     if not os.path.isfile(path):
         raise InputError(f"{path}: no such file or folder")
@@ -200,15 +199,6 @@ def load_examples(path: Path, policy: DataPolicy, table: str | None = None) -> E
         about["fingerprint"],
         about["merged"],
         about["copies"],
-    )
-
-
-def by_row(message: str, path: Path, table: str) -> str:
-    """Name the table and the row in a message, instead of its copy ``path`` and the line there."""
-    return re.sub(
-        rf"{re.escape(str(path))}(:\d+)?",
-        lambda found: table + (f", row {found[1][1:]}" if found[1] else ""),
-        message,
     )
 
 

@@ -87,10 +87,10 @@ def test_messages_about_a_table_name_its_rows(tmp_path):
     """They named a file in the cache and the line there."""
     path = write(tmp_path / "t.csv", "query,pos,neg\none,a,b\ntwo,c,c\n")
     table = re.escape(f"hub:{path}")
-    said = rf"^{table}: left out 1 hard negative .* \(the first: {table}, row 2\)$"
+    said = rf"^{table}: left out 1 hard negative .* \(the first: {table}:2\)$"
     with pytest.warns(UserWarning, match=said):
         check(f"hub:{path}")
-    with pytest.raises(InputError, match=rf"^{table}, row 2: a hard negative has"):
+    with pytest.raises(InputError, match=rf"^{table}:2: a hard negative has"):
         check(f"hub:{path}", policy=DataPolicy(strict=True))
 
 
