@@ -17,7 +17,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -304,46 +303,29 @@ def convert(
         )
         found.positives.scores.fill(np.nan)
     examples = tqdm(found, desc="converting", unit=" examples", disable=None)
-    answerable = np.flatnonzero(found.positives.lengths)
-    positives = found.positives.lengths[answerable]
-    negatives = found.negatives.lengths[answerable]
     if to != "beir":
         return _write_examples(target, examples, to)
-    grades: dict[str, Iterable[tuple[str, str, int]]] = {}
+    answerable = np.flatnonzero(found.positives.lengths)
     if shares is None:
         split_of = [split] * len(answerable)
-        grades[split] = grades_of(examples, found.qrels)
     else:
         split_of = splits_of_queries(found.query_hashes[answerable], shares, seed, str(source))
-        divided: dict[str, list[tuple[str, str, int]]] = {name: [] for name in shares}
-        for name, example in zip(split_of, examples, strict=True):
-            divided[name] += grades_of([example], found.qrels)
-        grades.update(divided)
-    queries = found.queries.select(answerable)
-    judged = positives + negatives
-    if found.qrels is not None:
-        judged = np.array([len(found.qrels[key]) for key in queries["id"][:]])
-    lines = [f"{target}: {counted(len(found.passages), 'passage')}"]
-    for name in grades:
-        chosen = np.array(split_of) == name
-        judgements = counted(judged[chosen].sum(), "judgement")
-        lines.append(f"{name}: {counted(chosen.sum(), 'query')}, {judgements}")
-    query_ids = set(queries["id"][:])
-    other_queries: dict[str, str] = {}  # queries that are only in other splits: query id -> text
+    grades: dict[str, list[tuple[str, str, int]]] = {name: [] for name in shares or [split]}
+    for name, example in zip(split_of, examples, strict=True):
+        grades[name] += grades_of([example], found.qrels)
+    queries = {record["_id"]: record for record in beir_records(found.queries.select(answerable))}
     for name in others:
         qrels = read_grades(qrels_file(data.path, name)).qrels
-        other_queries |= {
-            key: data.queries[key] for key in qrels if key in data.queries and key not in query_ids
-        }
-        rows = [(key, *graded) for key in qrels for graded in qrels[key].items()]
-        grades[name] = rows
-        judgements = counted(len(rows), "judgement")
-        lines.append(f"{name}: {counted(len(qrels), 'query')}, {judgements}")
-    records = chain(
-        beir_records(queries), ({"_id": key, "text": text} for key, text in other_queries.items())
-    )
+        grades[name] = [(key, *graded) for key in qrels for graded in qrels[key].items()]
+        for key in qrels:
+            if key in data.queries:
+                queries.setdefault(key, {"_id": key, "text": data.queries[key]})
     with whole_folder(target) as folder:
-        write_beir_folder(folder, beir_records(found.passages), records, grades)
+        write_beir_folder(folder, beir_records(found.passages), queries.values(), grades)
+    lines = [f"{target}: {counted(len(found.passages), 'passage')}"]
+    for name, rows in grades.items():
+        count = len({query for query, *_ in rows})
+        lines.append(f"{name}: {counted(count, 'query')}, {counted(len(rows), 'judgement')}")
     return "\n".join(lines)
 
 
