@@ -146,27 +146,23 @@ def _download(url: str, path: Path, target: Path) -> None:
     """Download ``url`` to the file ``path``, which appears whole or not at all.
 
     If the connection breaks, the received bytes stay in a hidden file, and the next call asks the
-    server for the rest. A server that has another file by then, with another ETag, sends all of it.
+    server for the rest.
 
     target: path where the error message tells users to put a copy of the data.
     """
     part = path.with_name(f".{path.name}.unfinished")
-    version = path.with_name(f".{path.name}.etag")
     headers = {"Accept-Encoding": "identity"}  # so that Content-Length counts the bytes of the file
     start = 0
     with created_folder(path.parent), write_errors(path):
-        if part.exists() and version.exists():
+        if part.exists():
             start = part.stat().st_size
-            headers |= {"Range": f"bytes={start}-", "If-Range": version.read_text()}
+            headers["Range"] = f"bytes={start}-"
         try:
             with requests.get(url, stream=True, timeout=_TIMEOUT, headers=headers) as response:
                 if response.status_code != 206:
                     part.unlink(missing_ok=True)
-                    version.unlink(missing_ok=True)
                     start = 0
                 response.raise_for_status()
-                if etag := response.headers.get("ETag"):
-                    version.write_text(etag)
                 length = int(response.headers.get("Content-Length", 0))
                 with (
                     open(part, "ab") as file,
@@ -185,7 +181,6 @@ def _download(url: str, path: Path, target: Path) -> None:
                     file.flush()
                     os.fsync(file.fileno())
             os.replace(part, path)
-            version.unlink(missing_ok=True)
         except (requests.RequestException, ValueError) as error:  # ValueError: a broken redirect
             reason = type(error).__name__
             if isinstance(error, requests.HTTPError):

@@ -165,9 +165,9 @@ def scripted(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
         thread.join()
 
 
-WHOLE = b'HTTP/1.1 200 OK\r\nETag: "one"\r\nContent-Length: %d\r\nConnection: close\r\n\r\n'
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
 REST = (
-    b'HTTP/1.1 206 Partial Content\r\nETag: "%s"\r\nContent-Length: %d\r\n'
+    b"HTTP/1.1 206 Partial Content\r\nContent-Length: %d\r\n"
     b"Content-Range: bytes %d-%d/%d\r\nConnection: close\r\n\r\n"
 )
 
@@ -179,10 +179,10 @@ def test_a_broken_download_is_resumed(answer, tmp_path, monkeypatch):
     data = bytes(range(256)) * 4
     half = len(data) // 2
     whole, cache = WHOLE % len(data) + data, tmp_path / "files"
-    rest = REST % (b"one", len(data) - half, half, len(data) - 1, len(data))
+    rest = REST % (len(data) - half, half, len(data) - 1, len(data))
     second = {
         "rest": rest + data[half:],
-        "whole file": whole,  # the server has another file by now
+        "whole file": whole,
         "error": b"HTTP/1.1 416 Range Not Satisfiable\r\nContent-Length: 0\r\nConnection: "
         b"close\r\n\r\n",
         "cut rest": rest + data[half:-16],
@@ -204,7 +204,6 @@ def test_a_broken_download_is_resumed(answer, tmp_path, monkeypatch):
             assert left(cache) == ["biencoder-nq-train.json.gz"]
     assert b"Range" not in seen[0]
     assert b"Range: bytes=%d-" % half in seen[1]
-    assert b'If-Range: "one"' in seen[1]
     assert answer != "error" or b"Range" not in seen[2]
 
 
