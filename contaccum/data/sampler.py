@@ -5,6 +5,7 @@ number.
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -180,31 +181,21 @@ class MixtureSampler:
     def __init__(
         self,
         mixture: TrainSet,
+        samplers: Sequence[StepSampler],
         seed: int,
-        global_batch_size: int,
-        hard_negatives: int,
         batches: MixtureBatches = "mixed",
-        fill: Fill = "random",
-        order: Order = "shuffled",
     ) -> None:
-        self.size = global_batch_size
-        self.hard_negatives = hard_negatives
+        self.size = samplers[0].size
+        self.hard_negatives = samplers[0].hard_negatives
+        self._samplers = samplers
         self._seed = seed
         self._one_set = batches == "one_set"
         self._scored = mixture.positives.scored
-        self._samplers = []
-        # row numbers of the first query and of the first passage of each set, one more at the end
-        self._first_query = [0]
-        self._first_passage = [0]
-        for number, member in enumerate(mixture.members):
-            self._samplers.append(
-                StepSampler(
-                    member.set, seed, global_batch_size, hard_negatives, fill, order, number
-                )
-            )
-            self._first_query.append(self._first_query[-1] + len(member.set.queries))
-            self._first_passage.append(self._first_passage[-1] + len(member.set.passages))
-        weights = np.array([member.weight for member in mixture.members], dtype=np.float64)
+        sets = [member.set for member in mixture.parts]
+        # row numbers of the first query and of the first passage of each set
+        self._first_query = np.cumsum([0, *(len(each.queries) for each in sets)])
+        self._first_passage = np.cumsum([0, *(len(each.passages) for each in sets)])
+        weights = np.array([member.weight for member in mixture.parts], dtype=np.float64)
         self._shares = weights / weights.sum()
         # step -> number of examples of each set in all earlier steps; threads share it
         self._drawn = {0: np.zeros(len(self._shares), dtype=np.int64)}
@@ -265,8 +256,11 @@ def make_sampler(
 
     batches: see MixtureSampler; only a mixture uses it. Other arguments: see StepSampler.
     """
-    if train_set.parts:
-        return MixtureSampler(
-            train_set, seed, global_batch_size, hard_negatives, batches, fill, order
-        )
-    return StepSampler(train_set, seed, global_batch_size, hard_negatives, fill, order)
+
+    def sampler(part: TrainSet, member: int | None = None) -> StepSampler:
+        return StepSampler(part, seed, global_batch_size, hard_negatives, fill, order, member)
+
+    if not train_set.parts:
+        return sampler(train_set)
+    samplers = [sampler(member.set, number) for number, member in enumerate(train_set.parts)]
+    return MixtureSampler(train_set, samplers, seed, batches)
