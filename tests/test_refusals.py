@@ -120,7 +120,6 @@ LINES: dict[tuple[str, str, int], list[tuple[str, str]]] = {
              f"the grade is '{grade[:40]}'; it must be an integer from -99999 to 99999")
             for grade in ("0.5", "", "3000000000")
         ),
-        ("q9\tp0\t1", "unknown query id 'q9'; queries.jsonl has no such id"),
     ],
     ("evaluate --model bm25 --data d", "d/qrels/test.tsv", 3): [
         ("q0\tp0\t2", "query 'q0' and passage 'p0' have grade 2 here and 1 earlier; a pair can "
@@ -298,7 +297,7 @@ FILES: list[tuple[str, object, str, str]] = [
      "q.tsv:2: found 3 columns; a line must have 4"),
     ("pairs.jsonl", lines({"query": "x", "pos": []}),
      "train --config config.yaml --data.train pairs.jsonl --data.strict true",
-     "pairs.jsonl:1: the query has no positive; every query needs a positive"),
+     "pairs.jsonl: skipped 1 query without a positive (the first: pairs.jsonl:1); strict is set"),
     *(("pairs.jsonl", lines({"query_id": key, "query": "x", "pos": ["a"]}),
      "data convert pairs.jsonl out --to beir",
        f"id {key!r} contains a tab, a line break or a NUL") for key in ("a\tb", "a\0b")),
@@ -608,8 +607,8 @@ ADDED: list[tuple[dict[str, str], list[str]]] = [
       "train.tsv:6: the grade is 'good'; it must be an integer",
       "train.tsv:7: found 2 columns; a line must have 3: query"]),
     ({"qrels/train.tsv": "q9\tp0\t1\nq8\tp9\t1\nq9\tp9\t1\n"},
-     ["train.tsv:5: unknown query id 'q9'; queries.jsonl has no such id",
-      "train.tsv:6: unknown query id 'q8'; queries.jsonl has no such id"]),
+     ["train.tsv: unknown query id 'q9'; queries.jsonl has no such id",
+      "train.tsv: unknown query id 'q8'; queries.jsonl has no such id"]),
 ]  # fmt: skip
 PAIRS = [{"query": f"query {n}", "pos": ["good"], "neg": ["bad"]} for n in range(3)]
 NO_TEXT = CONTEXT | {"title": "", "text": " "}

@@ -85,15 +85,12 @@ class HubName:
         columns: dict[str, list[str]] = {}
         for pair in mapping.split("&") if question_mark else []:
             key, _, value = pair.partition("=")
-            if key not in FIELDS or key in columns or not value:
+            if key not in FIELDS or not value:
                 raise InputError(
-                    f"{text}: found {pair!r}; expected FIELD=COLUMN with each field at most once, "
-                    f"where FIELD is one of {', '.join(FIELDS)} (in a column name, write %26 for & "
-                    "and %2C for a comma)"
+                    f"{text}: found {pair!r}; expected FIELD=COLUMN, where FIELD is one of "
+                    f"{', '.join(FIELDS)} (in a column name, write %26 for & and %2C for a comma)"
                 )
             columns[key] = [unquote(column) for column in value.split(",")]
-            if key == "label" and len(columns[key]) > 1:
-                raise InputError(f"{text}: found {value!r} for label; expected one column")
         # the longest beginning that is a path, which may contain @ and :, such as
         # /home/user@domain
         path = ""

@@ -191,11 +191,6 @@ def _write_miracl(language: str, folder: Path) -> None:
     topics = {split: f"{root}/topics/topics.{root}-{split}.tsv" for split in splits}
     qrels = {split: f"{root}/qrels/qrels.{root}-{split}.tsv" for split in splits}
     judged = JUDGED.snapshot(*topics.values(), *qrels.values())
-    for file in (*topics.values(), *qrels.values()):
-        if not (judged / file).is_file():
-            raise InputError(
-                f"{JUDGED.name}: file {file} not found in commit {JUDGED.commit}. {JUDGED.hint}"
-            )
     pattern = f"miracl-corpus-v1.0-{language}/docs-[0-9]*.jsonl.gz"
     numbered = {
         int(re.findall(r"\d+", part.name)[0]): part
@@ -214,7 +209,7 @@ def _write_miracl(language: str, folder: Path) -> None:
         for key, _, text in [line.partition("\t")]
     )
     grades = {
-        split: (row[:3] for row in read_qrels(judged / file)) for split, file in qrels.items()
+        split: (row[1:] for row in read_qrels(judged / file)) for split, file in qrels.items()
     }
     write_beir_folder(folder, _passages(parts), queries, grades)
 

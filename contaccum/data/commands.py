@@ -315,7 +315,7 @@ def convert(
         grades[name] += grades_of([example], found.qrels)
     queries = {record["_id"]: record for record in beir_records(found.queries.select(answerable))}
     for name in others:
-        qrels = read_grades(qrels_file(data.path, name)).qrels
+        qrels = read_grades(qrels_file(data.path, name))
         grades[name] = [(key, *graded) for key in qrels for graded in qrels[key].items()]
         for key in qrels:
             if key in data.queries:

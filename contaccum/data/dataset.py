@@ -118,7 +118,7 @@ class RetrievalDataset:
         The form is query id -> passage id -> grade.
         """
         source = Path(self.name)
-        return keep_answerable(source, read_grades(source).qrels, self._policy.strict)
+        return keep_answerable(source, read_grades(source), self._policy.strict)
 
     @cached_property
     def retrieval_set(self) -> RetrievalSet:

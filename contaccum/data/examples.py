@@ -175,10 +175,11 @@ def load_examples(path: Path, policy: DataPolicy, name: str) -> ExampleTable:
         )
     except InputError as error:
         raise InputError(named(str(error))) from error
-    for sentence, first in about["problems"]:
+    for problem in about["problems"]:
+        sentence = named(f"{path}: {problem}")
         if policy.strict:
-            raise InputError(named(first))
-        warnings.warn(named(f"{path}: {sentence}"), stacklevel=4)
+            raise InputError(f"{sentence}; strict is set, so this is an error")
+        warnings.warn(sentence, stacklevel=4)
     if not about["examples"]:
         raise InputError(named(f"{path}: has no valid example; it needs at least one"))
     queries = folder / "queries.arrow"
@@ -204,8 +205,8 @@ def load_examples(path: Path, policy: DataPolicy, name: str) -> ExampleTable:
 
 def build_examples(path: Path, folder: Path, on_error: OnError = stop) -> dict[str, Any]:
     """Write the tables of a file of examples into ``folder``. Return the content of about.json."""
-    queries = _DifferentTexts(folder / "queries.arrow", QUERY_COLUMNS, "query")
-    passages = _DifferentTexts(folder / "passages.arrow", PASSAGE_COLUMNS, "passage")
+    queries = _DifferentTexts(folder / "queries.arrow", QUERY_COLUMNS)
+    passages = _DifferentTexts(folder / "passages.arrow", PASSAGE_COLUMNS)
     locations: list[SourceLocation] = []  # of each record
     query_of_record = array("q")
     records = array("q")  # for each passage of a record: number of the record, kind, row, score
@@ -240,26 +241,22 @@ def build_examples(path: Path, folder: Path, on_error: OnError = stop) -> dict[s
     for name in _LISTS:
         getattr(grouped, name).save(folder / f"{name}.npz")
 
-    # sentence about all cases, error of the first case
-    problems = [[sentence, f"{path}: {sentence}"] for sentence in unread_fields(path)]
+    problems = unread_fields(path)
     unanswerable = np.flatnonzero(grouped.positives.lengths == 0)
     if len(unanswerable):
         first = locations[query_of_record.index(unanswerable[0])]
-        error = first.error("the query has no positive; every query needs a positive")
-        skipped = f"skipped {counted(len(unanswerable), 'query')} without a positive"
-        problems.append([skipped, str(error)])
+        skipped = counted(len(unanswerable), "query")
+        problems.append(f"skipped {skipped} without a positive (the first: {first})")
     if len(grouped.copies):
         first = locations[records[grouped.copies.min()]]
-        error = first.error(
-            "a hard negative has the text of a positive of its query; it needs another text"
-        )
-        sentence = f"{left_out(len(grouped.copies))} (the first: {first})"
-        problems.append([sentence, str(error)])
+        problems.append(f"{left_out(len(grouped.copies))} (the first: {first})")
     for what, texts in (("query id", queries), ("passage id", passages)):
         if texts.repeated:
-            ids = counted(len(texts.repeated), what)
-            sentence = f"{ids} used for several texts; these texts get new ids"
-            problems.append([sentence, next(iter(texts.repeated.values()))])
+            key, first = next(iter(texts.repeated.items()))
+            problems.append(
+                f"{counted(len(texts.repeated), what)} used for several texts; these texts get "
+                f"new ids (the first: {key!r} in {first})"
+            )
     return {
         "fingerprint": fingerprint,
         "examples": len(queries.rows),
@@ -275,22 +272,17 @@ class _DifferentTexts:
     An id that is used for several texts is replaced.
     """
 
-    def __init__(self, path: Path, columns: tuple[str, ...], what: str) -> None:
+    def __init__(self, path: Path, columns: tuple[str, ...]) -> None:
         self._writer = TableWriter(path, columns)
-        self._what = what
         self._text_of_id: dict[str, int] = {}  # id -> hash of its first text
         self.rows: dict[int, int] = {}  # hash of a text -> row number
-        self.repeated: dict[str, str] = {}  # id with several texts -> error at the second
+        self.repeated: dict[str, SourceLocation] = {}  # id with several texts -> the second
 
     def add(self, row: Query | Passage, text: str, location: SourceLocation) -> int:
         """Add a text unless the table has it. Return its row number."""
         hashed = text_hash(text)
-        if self._text_of_id.setdefault(row.id, hashed) != hashed and row.id not in self.repeated:
-            error = location.error(
-                f"{self._what} id {row.id!r} occurs with two texts; an id must always have the "
-                "same text"
-            )
-            self.repeated[row.id] = str(error)
+        if self._text_of_id.setdefault(row.id, hashed) != hashed:
+            self.repeated.setdefault(row.id, location)
         if hashed not in self.rows:
             self.rows[hashed] = self._writer.add(row, hashed)
         return self.rows[hashed]

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -24,7 +23,7 @@ from contaccum.data.examples import ExampleTable, left_out, lists_of
 from contaccum.data.identity import text_hash
 from contaccum.errors import InputError
 from contaccum.formats.readers import beir_file, read_qrels
-from contaccum.formats.records import OnError, SourceLocation, stop
+from contaccum.formats.records import OnError, stop
 from contaccum.runtime.units import counted
 
 Qrels = dict[str, dict[str, int]]
@@ -59,15 +58,19 @@ class JudgedSplit(RetrievalSet):
     source: Path  # the qrels file
     passage_hashes: np.ndarray  # (n,) int64, hash of the text of each passage of the corpus
     rows: dict[str, int]  # judged passages of the corpus: passage id -> row number
-    unknown: dict[str, int]  # judged passages that the corpus lacks: passage id -> line number
+
+    @property
+    def unknown(self) -> list[str]:
+        """Passage id of each judgement whose passage the corpus lacks."""
+        judged = (passage for grades in self.qrels.values() for passage in grades)
+        return [passage for passage in judged if passage not in self.rows]
 
     def unknown_judgements(self) -> str:
         """Return a sentence part with the number of judgements whose passage the corpus lacks."""
-        count = sum(passage in self.unknown for grades in self.qrels.values() for passage in grades)
-        passage, line = next(iter(self.unknown.items()))
+        unknown = self.unknown
         return (
-            f"{self.source}: {counted(count, 'judgement')} of a passage that is not in the corpus "
-            f"(first: {passage!r} in line {line})"
+            f"{self.source}: {counted(len(unknown), 'judgement')} of a passage that is not in the "
+            f"corpus (first: {unknown[0]!r})"
         )
 
     def examples(self, repair: bool = False, merge: bool = True) -> ExampleTable:
@@ -149,69 +152,56 @@ def judged_split(path: Path, split: str, policy: DataPolicy) -> JudgedSplit:
     query, and if the corpus has none of the judged passages.
     """
     source = qrels_file(path, split)
-    grades = read_grades(source)
+    qrels = read_grades(source)
     file = queries_file(path)
-    queries = read_query_texts(file, policy.repair, grades.query_lines)
-    for error in unknown_queries(source, grades, queries, file):
+    queries = read_query_texts(file, policy.repair, qrels)
+    for error in unknown_queries(source, qrels, queries, file):
         raise error
     corpus = open_corpus(path, policy)
-    rows = find_rows(corpus.table, grades.passage_lines)
+    judged = list(dict.fromkeys(passage for grades in qrels.values() for passage in grades))
+    rows = find_rows(corpus.table, judged)
     if not rows:
         raise InputError(
-            f"{source}: none of the {len(grades.passage_lines)} judged passages, such as "
-            f"{next(iter(grades.passage_lines))!r}, is in the corpus; give the corpus that was "
-            "judged"
+            f"{source}: none of the {len(judged)} judged passages, such as {judged[0]!r}, is in "
+            "the corpus; give the corpus that was judged"
         )
     return JudgedSplit(
         corpus=corpus.table,
-        queries={query: queries[query] for query in grades.qrels},
-        qrels=grades.qrels,
+        queries={query: queries[query] for query in qrels},
+        qrels=qrels,
         corpus_hash=corpus.fingerprint,
         source=source,
         passage_hashes=corpus.hashes,
         rows=rows,
-        unknown={key: line for key, line in grades.passage_lines.items() if key not in rows},
     )
 
 
 def unknown_queries(
-    source: Path, grades: "Grades", queries: Mapping[str, str], file: Path
+    source: Path, qrels: Qrels, queries: Mapping[str, str], file: Path
 ) -> list[InputError]:
     """Return an InputError for each judged query that ``file``, with ``queries``, lacks."""
     return [
-        SourceLocation(source, line).error(f"unknown query id {key!r}; {file.name} has no such id")
-        for key, line in grades.query_lines.items()
+        InputError(f"{source}: unknown query id {key!r}; {file.name} has no such id")
+        for key in qrels
         if key not in queries
     ]
 
 
-class Grades(NamedTuple):
-    """Content of a qrels file."""
-
-    qrels: Qrels
-    query_lines: dict[str, int]  # query id -> first line with it, in the order of the file
-    passage_lines: dict[str, int]
-
-
-def read_grades(source: Path, on_error: OnError = stop) -> Grades:
+def read_grades(source: Path, on_error: OnError = stop) -> Qrels:
     """Read a qrels file. Two different grades of the same query and passage raise InputError."""
     qrels: Qrels = {}
-    query_lines: dict[str, int] = {}
-    passage_lines: dict[str, int] = {}
-    for query, passage, grade, line in read_qrels(source, on_error):
-        grades = qrels.setdefault(query, {})
-        before = grades.setdefault(passage, grade)
+    for location, query, passage, grade in read_qrels(source, on_error):
+        before = qrels.setdefault(query, {}).setdefault(passage, grade)
         if before != grade:
-            message = (
-                f"query {query!r} and passage {passage!r} have grade {grade} here and {before} "
-                "earlier; a pair can have only one grade"
+            on_error(
+                location.error(
+                    f"query {query!r} and passage {passage!r} have grade {grade} here and {before} "
+                    "earlier; a pair can have only one grade"
+                )
             )
-            on_error(SourceLocation(source, line).error(message))
-        query_lines.setdefault(query, line)
-        passage_lines.setdefault(passage, line)
     if not qrels:
         raise InputError(f"{source}: has no valid judgement; a split needs at least one")
-    return Grades(qrels, query_lines, passage_lines)
+    return qrels
 
 
 def keep_answerable(source: Path, qrels: Qrels, strict: bool) -> Qrels:
@@ -223,17 +213,14 @@ def keep_answerable(source: Path, qrels: Qrels, strict: bool) -> Qrels:
     """
     kept = {query: grades for query, grades in qrels.items() if max(grades.values()) > 0}
     without = [query for query in qrels if query not in kept]
-    if without and strict:
-        raise InputError(
-            f"{source}: query {without[0]!r} has no positive; every query needs a passage with a "
-            "grade above 0"
-        )
     if not kept:
         raise InputError(f"{source}: no query has a positive; at least one grade must be above 0")
     if without:
-        warnings.warn(
-            f"{source}: skipped {counted(len(without), 'query')} without a positive", stacklevel=4
-        )
+        skipped = counted(len(without), "query")
+        sentence = f"{source}: skipped {skipped} without a positive (the first: {without[0]!r})"
+        if strict:
+            raise InputError(f"{sentence}; strict is set, so this is an error")
+        warnings.warn(sentence, stacklevel=4)
     return kept
 
 

@@ -21,7 +21,6 @@ from contaccum.formats.dpr import dpr_corpus, id_text_lines
 from contaccum.formats.json_records import json_records
 from contaccum.formats.records import (
     Example,
-    Judgement,
     OnError,
     Passage,
     Query,
@@ -112,8 +111,12 @@ def _texts(
             yield location, Passage(key, "", text)
 
 
-def read_qrels(path: Path, on_error: OnError = stop) -> Iterator[Judgement]:
-    """Yield the judgements of a qrels file: a BEIR TSV, with or without a header, or a TREC file.
+def read_qrels(
+    path: Path, on_error: OnError = stop
+) -> Iterator[tuple[SourceLocation, str, str, int]]:
+    """Yield the location, query id, passage id and grade of each judgement of a qrels file.
+
+    The file is a BEIR TSV, with or without a header, or a TREC file.
 
     The first line decides about the number of columns and the separator: tabs or white space.
     """
@@ -142,7 +145,7 @@ def read_qrels(path: Path, on_error: OnError = stop) -> Iterator[Judgement]:
         except InputError as error:
             on_error(error)
             continue
-        yield Judgement(cells[0], cells[-2], grade, location.line)
+        yield location, cells[0], cells[-2], grade
 
 
 def grade_of(text: str, location: SourceLocation) -> int:
@@ -238,7 +241,7 @@ def unread_fields(path: Path) -> list[str]:
                     f"field {name!r} is not read, so rows with a low {name} count as positive "
                     "pairs. If a low value means not relevant, "
                     f'"hub:{path}?query=query&pos=pos&label={name}" makes these passages hard '
-                    "negatives."
+                    "negatives"
                 )
     return list(sentences.values())
 

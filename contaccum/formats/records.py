@@ -25,7 +25,7 @@ import msgspec
 from contaccum.errors import InputError
 from contaccum.runtime.files import refuse_url, whole_file
 
-READER_VERSION = 15
+READER_VERSION = 16
 """Part of the key of every cached table. Increase it if a reader changes what it reads from a file:
 the tables are then built again."""
 
@@ -78,15 +78,6 @@ class Question(NamedTuple):
 
     text: str
     answers: list[str]
-
-
-class Judgement(NamedTuple):
-    """One line of a qrels file. ``line`` is the line number, counted from 1."""
-
-    query_id: str
-    passage_id: str
-    grade: int
-    line: int
 
 
 class TeacherScores(NamedTuple):

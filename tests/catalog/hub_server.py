@@ -1,11 +1,15 @@
 """Local server with the addresses and headers that huggingface_hub and datasets ask the Hub for."""
 
+import gzip
 import hashlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote
+
+from datasets import Dataset
+from tiny_data import lines, write
 
 LARGE = (".gz", ".parquet")
 """Endings of files that the Hub stores as large files, with their SHA-256."""
@@ -160,3 +164,27 @@ def inside(path: str, under: str, recursive: bool) -> bool:
     """Return whether a listing of the folder ``under`` has this path."""
     rest = path.removeprefix(f"{under}/") if under else path
     return (not under or rest != path) and (recursive or "/" not in rest)
+
+
+Parts = dict[str, dict[str, tuple[str, dict[str, list]]]]
+"""By configuration and split the path of a file and its columns."""
+
+
+def card(root: Path, parts: Parts) -> None:
+    """A repository of the Hub: files in the form that their names end in, and a README that names
+    them."""
+    head = ["---", "configs:"]
+    for name, splits in parts.items():
+        head += [f"- config_name: {name}", "  data_files:"]
+        for split, (path, columns) in splits.items():
+            head += [f"  - split: {split}", f"    path: {path.replace('-00000-of-00001', '-*')}"]
+            rows = Dataset.from_dict(columns)
+            if path.endswith(".parquet"):
+                (root / path).parent.mkdir(parents=True, exist_ok=True)
+                rows.to_parquet(root / path)
+            elif path.endswith(".csv"):
+                rows.to_csv(write(root / path, ""))
+            else:
+                text = lines(*rows).encode()
+                write(root / path, gzip.compress(text) if path.endswith(".gz") else text)
+    write(root / "README.md", "\n".join([*head, "---", "# A card", ""]))

@@ -1,6 +1,5 @@
 """MTEB's and MIRACL's sets by name, from a local server with the Hub's addresses; no network."""
 
-import gzip
 import json
 import random
 from pathlib import Path
@@ -8,9 +7,8 @@ from pathlib import Path
 import datasets
 import huggingface_hub
 import pytest
-from datasets import Dataset
 from helpers import open_retrieval_set, open_train_set
-from hub_server import HubServer
+from hub_server import HubServer, Parts, card
 from tiny_data import lines, write, write_gzip
 
 from contaccum import evaluate
@@ -185,30 +183,6 @@ def test_a_miracl_language_is_a_beir_folder_of_its_judged_splits(hub, monkeypatc
     plug(monkeypatch, True)
     with pytest.raises(InputError, match="split 'train' not found; available: dev"):
         open_train_set("miracl/yo")
-
-
-Parts = dict[str, dict[str, tuple[str, dict[str, list]]]]
-"""By configuration and split the path of a file and its columns."""
-
-
-def card(root: Path, parts: Parts) -> None:
-    """A repository of the Hub: files in the form that their names end in, and a README that names
-    them."""
-    head = ["---", "configs:"]
-    for name, splits in parts.items():
-        head += [f"- config_name: {name}", "  data_files:"]
-        for split, (path, columns) in splits.items():
-            head += [f"  - split: {split}", f"    path: {path.replace('-00000-of-00001', '-*')}"]
-            rows = Dataset.from_dict(columns)
-            if path.endswith(".parquet"):
-                (root / path).parent.mkdir(parents=True, exist_ok=True)
-                rows.to_parquet(root / path)
-            elif path.endswith(".csv"):
-                rows.to_csv(write(root / path, ""))
-            else:
-                text = lines(*rows).encode()
-                write(root / path, gzip.compress(text) if path.endswith(".gz") else text)
-    write(root / "README.md", "\n".join([*head, "---", "# A card", ""]))
 
 
 QRELS = {"query-id": ["q0", "q1"], "corpus-id": ["p0", "p1"], "score": [2.0, 1.0]}

@@ -90,7 +90,7 @@ def test_messages_about_a_table_name_its_rows(tmp_path):
     said = rf"^{table}: left out 1 hard negative .* \(the first: {table}:2\)$"
     with pytest.warns(UserWarning, match=said):
         check(f"hub:{path}")
-    with pytest.raises(InputError, match=rf"^{table}:2: a hard negative has"):
+    with pytest.raises(InputError, match=rf"{table}:2\); strict is set"):
         check(f"hub:{path}", policy=DataPolicy(strict=True))
 
 
@@ -130,8 +130,6 @@ def test_a_label_decides_between_positive_and_hard_negative(tmp_path):
         path = write(tmp_path / "n.csv", f"q,p,l\na,b,{value}\n")
         with pytest.raises(InputError, match=rf"n.csv:2: column 'l' has '{value}'; expected a num"):
             check(f"hub:{path}?query=q&pos=p&label=l")
-    with pytest.raises(InputError, match="found 'l,m' for label; expected one column"):
-        check(f"hub:{path}?query=q&pos=p&label=l,m")
 
 
 @pytest.mark.parametrize("zero", [0, "0"])

@@ -42,16 +42,16 @@ def test_qrels_are_read_with_and_without_header_and_in_trec_format(tmp_path):
     for number, text in enumerate(
         ["query-id\tcorpus-id\tscore\nq 1\tp\t2\nq2\tp\t0\n", "q 1\tp\t2\r\nq2\tp\t0\r\n"]
     ):
-        assert [row[:3] for row in read_qrels(write(tmp_path / f"{number}.tsv", text))] == expected
+        assert [row[1:] for row in read_qrels(write(tmp_path / f"{number}.tsv", text))] == expected
     for key in ("query", "qid", "query-id"):  # an id, where a grade stands behind it
         assert [
-            row[:3] for row in read_qrels(write(tmp_path / "h.tsv", f"{key}\tp\t1\nq2\tp\t0\n"))
+            row[1:] for row in read_qrels(write(tmp_path / "h.tsv", f"{key}\tp\t1\nq2\tp\t0\n"))
         ] == [
             (key, "p", 1),
             ("q2", "p", 0),
         ]
     trec = write(tmp_path / "trec.qrels", "q1 0 p  2\nq2 0 p -1\n")
-    assert list(read_qrels(trec)) == [("q1", "p", 2, 1), ("q2", "p", -1, 2)]
+    assert list(read_qrels(trec)) == [((trec, 1, 0), "q1", "p", 2), ((trec, 2, 0), "q2", "p", -1)]
 
 
 # DPR

@@ -11,10 +11,8 @@ from tiny_data import lines, write
 
 from contaccum.data.commands import convert
 from contaccum.formats.dpr import read_questions
-from contaccum.formats.readers import (
-    read_qrels,
-)
-from contaccum.formats.records import Judgement, Passage
+from contaccum.formats.readers import read_qrels
+from contaccum.formats.records import Passage
 from contaccum.retrieval.runs import ranked, read_run, write_run
 
 SETTINGS = settings(
@@ -93,7 +91,7 @@ def test_qrels_round_trip(tmp_path, grades):
     rows = "".join(f"{query}\t{passage}\t{grade}\n" for (query, passage), grade in grades.items())
     path = write(tmp_path / "q.tsv", "query-id\tcorpus-id\tscore\n" + rows)
     expected = [
-        Judgement(*pair, grade, line) for line, (pair, grade) in enumerate(grades.items(), 2)
+        ((path, line, 0), *pair, grade) for line, (pair, grade) in enumerate(grades.items(), 2)
     ]
     assert list(read_qrels(path)) == expected
 

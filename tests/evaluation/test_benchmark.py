@@ -301,7 +301,7 @@ def test_data_and_a_run_file_leave_out_the_same_queries(tmp_path, capsys):
         found.append(out)
         assert main(["evaluate", *call, "--strict"]) == 2
         assert (
-            "query 'q10' has no positive; every query needs a passage with a grade above 0"
+            "skipped 2 queries without a positive (the first: 'q10'); strict is set"
             in capsys.readouterr().err
         )
     assert found[0] == found[1]

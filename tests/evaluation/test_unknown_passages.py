@@ -139,7 +139,7 @@ def test_a_query_whose_positives_are_all_dropped_is_left_out_of_training(tmp_pat
 
 def test_data_check_counts_them(tmp_path):
     data = folder(tmp_path / "d", "q1\td1\t1\nq1\td8\t1\nq1\td9\t0\nq2\td2\t1\n")
-    with pytest.warns(UserWarning, match=r"2 judgements of a passage .* \(first: 'd8' in line 3\)"):
+    with pytest.warns(UserWarning, match=r"2 judgements of a passage .* \(first: 'd8'\)"):
         check(data)
 
 
