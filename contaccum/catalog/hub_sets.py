@@ -128,15 +128,15 @@ class HubName:
         folder = Path(self.repository)
         if not folder.is_dir() or (folder / "README.md").is_file():
             return
-        files = [os.path.realpath(file) for file in chain.from_iterable(splits.values())]
+        read = {Path(file).resolve() for file in chain.from_iterable(splits.values())}
         for path in sorted(folder.iterdir()):
-            is_data = _ending(path.name) in _ENDINGS and not path.name.startswith(".")
-            ignored = path.name in FILES_TO_IGNORE or os.path.realpath(path) in files
-            if is_data and not ignored:
+            is_data = _ending(path.name.lower()) in _ENDINGS and not path.name.startswith(".")
+            if is_data and path.name not in FILES_TO_IGNORE and path.resolve() not in read:
+                names = ", ".join(sorted(file.name for file in read))
                 raise InputError(
-                    f"{self.text}: {path} would not be read, only {', '.join(sorted(files))}; the "
-                    "files of a folder need one format and, for several splits, names such as "
-                    "train.csv and test.csv. Move the file, or give one file after hub:."
+                    f"{self.text}: {path} would not be read, only {names}; the files of a folder "
+                    "need one format and, for several splits, names such as train.csv and "
+                    "test.csv. Move the file, or give one file after hub:."
                 )
 
     def rows(self, files: Iterable[str]) -> Rows:

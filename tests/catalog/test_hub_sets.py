@@ -51,6 +51,7 @@ def test_a_table_without_the_split_is_answered_with_a_name_that_has_one(tmp_path
     ("files", "unread"),
     [
         (["faq.csv", "faq.jsonl"], "faq.csv|faq.jsonl"),
+        (["FAQ.CSV", "more.csv"], "FAQ.CSV"),
         (["faq.csv", "faq_test.csv"], "faq.csv"),
         (["faq.csv", "more.csv", ".hidden.csv", "dataset_info.json"], None),
         (["train.csv", "test.csv"], None),
