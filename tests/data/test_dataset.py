@@ -10,7 +10,7 @@ import pytest
 from helpers import open_train_set, ragged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_data import beir, context, dpr, lines, write
+from tiny_data import beir, context, dpr, write
 
 from contaccum.batch import MISSING
 from contaccum.data.sampler import StepSampler
@@ -64,19 +64,6 @@ def test_other_negatives_fill_up_missing_hard_negatives(tmp_path):
     assert by_id(found, found.negatives) == [["2", "4"], ["3", "1"]]
     assert sorted(found.passages["id"]) == ["1", "2", "3", "4"]
     assert open_train_set(path, hard_negatives=0).passages["id"][:] == ["1", "2"]
-
-
-def test_a_query_without_a_positive_is_skipped_with_a_count_or_refused(tmp_path):
-    folder = beir(tmp_path / "b", "q0\tp0\t0\nq1\tp1\t1\n")
-    with pytest.warns(UserWarning, match="1 query "):
-        assert open_train_set(folder).queries["id"][:] == ["q1"]
-    with pytest.raises(InputError, match="'q0'"):
-        open_train_set(folder, strict=True)
-    path = write(tmp_path / "t.jsonl", lines(dpr("one?", []), dpr("two?", [context(1)])))
-    with pytest.warns(UserWarning, match="1 query "):
-        assert open_train_set(path).queries["id"][:] == ["unnamed-query-2"]
-    with pytest.raises(InputError, match=":1"):
-        open_train_set(path, strict=True)
 
 
 def test_the_fingerprint_depends_on_content_not_on_location(tmp_path):

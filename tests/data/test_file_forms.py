@@ -75,14 +75,6 @@ def test_an_unknown_column_is_answered_with_the_columns(tmp_path):
         open_dataset(f"hub:{path}?query=query&pos=Q&A", "train").examples()
 
 
-def test_a_header_of_passages_is_not_taken_for_pairs(tmp_path):
-    path = write(tmp_path / "c.tsv", "docid\tdocument\na\ttext\n")
-    assert check(path)["passages"] == 2
-    path = write(tmp_path / "d.tsv", "id\tcontext\ttitle\na\ttext\ttitle\n")
-    with pytest.raises(InputError, match=r":1: the header is .*; it must be id, text, title"):
-        check(path)
-
-
 def test_messages_about_a_table_name_its_rows(tmp_path):
     """They named a file in the cache and the line there."""
     path = write(tmp_path / "t.csv", "query,pos,neg\none,a,b\ntwo,c,c\n")
@@ -180,14 +172,6 @@ def test_a_text_that_is_not_utf8_is_refused_with_its_line(form, tmp_path):
         read()
     write(path, content)  # negative control
     assert read()
-
-
-# files without texts
-
-
-@pytest.mark.parametrize("content", ["1\tone\tT\n2\ttwo 2\tT2\n", "d1\tx y\n"])
-def test_short_passages_are_a_corpus(content, tmp_path):
-    assert len(open_dataset(write(tmp_path / "p.tsv", content)).corpus) == content.count("\n")
 
 
 # gzipped outputs and odd texts
