@@ -270,6 +270,11 @@ FILES: list[tuple[str, object, str, str]] = [
       for name in ("x.jsonl", "x.csv")),
     *((name, gzip.compress(b"", mtime=0), "evaluate --model bm25 --data d",
        f"{name}: has no ") for name in ("d/corpus.jsonl", "d/qrels/test.tsv")),
+    # triples and judgements of MS MARCO are no corpus
+    *(("x.tsv", content, "data check x.tsv", f"x.tsv:1: {error}") for content, error in [
+        ("1\t20\t30\n2\t21\t31\n", "found only ids"),
+        ("what is x\tit is y\tit is z\n", "the first column has texts"),
+    ]),
     # pickles
     *((f"set/{name}", PICKLE, f"data check {source}", f"{source}:") for name, source in [
         ("examples.pkl", "set/examples.pkl"), ("data.pt", "set/data.pt"), ("data.pt", "hub:set"),
@@ -366,6 +371,13 @@ COMMANDS: list[tuple[str, str]] = [
      "--model bm25 has no vectors; this command needs an encoder"),
     ("encode --model m --input d --output v --text",
      "text needs format parquet, but format is npy"),
+    ("evaluate --model m --run run.trec --qrels d/qrels/test.tsv",
+     "--model m has no effect on --run; leave it out"),
+    ("evaluate --run run.trec --qrels d/qrels/test.tsv --k 5", "--k 5 has no effect on --run"),
+    ("evaluate --run run.trec --qrels d/qrels/test.tsv --split dev",
+     "--split dev has no effect on --run"),
+    ("evaluate --model m --questions qa.csv --passages psgs.tsv --metric top5",
+     "--metric top5 has no effect on --questions"),
     ("evaluate --model m --data d --metric ndcg@7", "--metric is 'ndcg@7', expected MEASURE@K"),
     ("evaluate --model m --data d --metric ndcg@20 --k 10",
      "--metric is 'ndcg@20', expected MEASURE@K, such as ndcg@10 (MEASURE: ndcg, map, recall, "

@@ -173,6 +173,20 @@ class EvaluateConfig:
                 f"evaluate got {found}; give --data, or --questions and --passages, or --run and "
                 "--qrels"
             )
+        ignored = {
+            "data": ("match", "ignore_identical_ids"),
+            "questions": (
+                "split",
+                "relevance_level",
+                "evaluator",
+                "metric",
+                "ignore_identical_ids",
+            ),
+            "run": ("model", "split", "evaluator", "match", "k"),
+        }
+        for name in ignored[given[0]]:
+            if (value := getattr(self, name)) != getattr(EvaluateConfig, name):
+                raise InputError(f"--{name} {value} has no effect on --{given[0]}; leave it out")
         cutoffs = [cutoff for cutoff in CUTOFFS if cutoff <= self.k or self.run is not None]
         if self.metric != EvaluateConfig.metric:
             check_metric("--metric", self.metric, cutoffs)

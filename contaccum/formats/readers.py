@@ -82,6 +82,8 @@ def numbered_corpus(
 
     The file is a BEIR corpus.jsonl, a DPR TSV or MS MARCO's collection.tsv.
     """
+    if not is_json(path):
+        refuse_id_table(path)
     if is_json(path) or len(_first_cells(path)) == 2:
         return _texts(path, _PASSAGE, on_error)
     return dpr_corpus(path, on_error)
@@ -213,7 +215,30 @@ def kind_of_data(path: Path) -> Kind:
         is_id = cells[0].split() == [cells[0]] and not cells[1].startswith(("[", '"['))
         if not is_id or ".csv" in name:
             return "questions"
+    refuse_id_table(path)
     return "corpus" if len(cells) == 3 else texts
+
+
+def refuse_id_table(path: Path) -> None:
+    """Raise InputError if a table has only ids, such as triples for training, or judgements.
+
+    A table of passages has texts. In a table of ids, every other cell of the first lines is one
+    word with a digit.
+    """
+    lines = islice(numbered_lines(path, on_error=ignore), 100)
+    rows = [line.split("\t") for _, line in lines]
+    cells = [cell for row in rows for cell in row[1:]]
+    if cells and all(re.fullmatch(r"\S*\d\S*", cell) for cell in cells):
+        raise InputError(
+            f"{path}:1: found only ids; a table of passages needs texts. Triples of ids are not "
+            "read: write the texts of each query, its positives and its negatives to a JSONL file"
+        )
+    if rows and len(rows[0]) == 3 and " " in rows[0][0].strip():
+        raise InputError(
+            f"{path}:1: the first column has texts; a table of passages starts with an id. For "
+            "triples of texts, add a header (query, pos, neg) and give "
+            f'"hub:{path}?query=query&pos=pos&neg=neg"'
+        )
 
 
 NEGATIVE_NAMES = re.compile(r"(hard_?)?(neg|negative)s?(_?\d+)?", re.IGNORECASE)
