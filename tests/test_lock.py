@@ -11,6 +11,7 @@ import pytest
 
 from contaccum.config import TrainConfig
 from contaccum.errors import InputError
+from contaccum.runtime import locks as module
 from contaccum.runtime.locks import LOCK_FILE, folder_lock, waiting_lock
 from contaccum.training.run_folder import claimed_folder
 
@@ -90,6 +91,17 @@ def test_a_lock_that_names_no_process_is_taken_over(content, tmp_path, capsys):
     (tmp_path / LOCK_FILE).write_text(content)
     with folder_lock(tmp_path):
         pass
+    assert (
+        "an unknown process has ended; this process takes over its lock" in capsys.readouterr().err
+    )
+
+
+def test_an_empty_lock_is_taken_over_after_a_wait(tmp_path, monkeypatch, capsys):
+    """Its process was killed before it wrote its name."""
+    monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    (tmp_path / LOCK_FILE).touch()
+    with folder_lock(tmp_path):
+        assert (tmp_path / LOCK_FILE).read_text()
     assert (
         "an unknown process has ended; this process takes over its lock" in capsys.readouterr().err
     )

@@ -7,6 +7,7 @@ containers.
 """
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -55,8 +56,9 @@ def waiting_lock(path: Path, after: float = 10.0) -> Iterator[None]:
         try:
             lock.acquire(timeout=after)
         except Timeout:
-            advice = "If that process has ended, delete this lock file."
-            print(f"{path}: waiting for {_holder(path)}. {advice}", file=sys.stderr)
+            if not _remove_empty(path):
+                advice = "If that process has ended, delete this lock file."
+                print(f"{path}: waiting for {_holder(path)}. {advice}", file=sys.stderr)
             lock.acquire()
     try:
         yield
@@ -90,9 +92,14 @@ def _acquire(lock: SoftFileLock, path: Path) -> None:
     before = _holder(path) if path.exists() else ""
     with write_errors(path):
         try:
-            # a file without a process number is not complete yet, or filelock has just removed
-            # the file of a dead process
-            lock.acquire(timeout=_PATIENCE, cancel_check=lambda: lock.pid is not None)
+            try:
+                # a file without a process number is not complete yet, or filelock has just removed
+                # the file of a dead process
+                lock.acquire(timeout=_PATIENCE, cancel_check=lambda: lock.pid is not None)
+            except Timeout:
+                if not _remove_empty(path):
+                    raise
+                lock.acquire(timeout=0)
         except Timeout as error:
             raise InputError(
                 f"{path}: {_holder(path)} is using the folder of this lock file. If that process "
@@ -101,6 +108,21 @@ def _acquire(lock: SoftFileLock, path: Path) -> None:
             ) from error
     if before:
         print(f"{path}: {before} has ended; this process takes over its lock", file=sys.stderr)
+
+
+def _remove_empty(path: Path) -> bool:
+    """Remove a lock file if it is empty. Return whether it was.
+
+    The process was killed before it wrote its number, and filelock would wait for it forever.
+    """
+    with suppress(FileNotFoundError):
+        before = path.stat()
+        if not before.st_size:
+            time.sleep(0.1)  # another process may have just created the file
+            if path.stat() == before:
+                path.unlink()
+                return True
+    return False
 
 
 def _holder(path: Path) -> str:
