@@ -83,11 +83,10 @@ def add_adapter(backbone: Any, base: Base, config: AdapterConfig) -> None:
     _adapter_to_float32(backbone)
 
 
-def load_adapter(backbone: Any, folder: str, subfolder: str, merge: bool = False) -> Any:
-    """Return ``backbone`` with the adapter in ``subfolder`` of ``folder`` (local or on the Hub).
+def load_adapter(backbone: Any, folder: str, subfolder: str) -> None:
+    """Add the adapter in ``subfolder`` of ``folder`` (local or on the Hub) to ``backbone``.
 
-    merge: whether to add the weights of the adapter to those of the backbone. Otherwise the adapter
-    is trainable and the backbone is frozen.
+    The adapter stays trainable.
     """
     require("peft", "lora", f"{folder}: adapter")
     weights = cached_file(
@@ -101,11 +100,6 @@ def load_adapter(backbone: Any, folder: str, subfolder: str, merge: bool = False
         )
     if os.path.isdir(folder):  # transformers below 5.23 ignores the subfolder of a local folder
         folder, subfolder = os.path.join(folder, subfolder), ""
-    if merge:
-        from peft import PeftModel
-
-        adapted = PeftModel.from_pretrained(backbone, folder, subfolder=subfolder)
-        return adapted.merge_and_unload(safe_merge=True).requires_grad_(True)
     conversions = getattr(backbone, "_weight_conversions", None)
     info = backbone.load_adapter(
         folder,
@@ -115,14 +109,13 @@ def load_adapter(backbone: Any, folder: str, subfolder: str, merge: bool = False
     )
     if any("lora_magnitude_vector" in key for key in info.missing_keys):
         raise InputError(
-            f"{folder}: adapter: transformers cannot load its DoRA weights. Merge the adapter with "
-            "contaccum merge, and use the result."
+            f"{folder}: adapter: transformers cannot load its DoRA weights. Merge it with "
+            "merge_and_unload of peft, and use the result."
         )
     refuse_incomplete(f"{folder}: adapter", info.missing_keys, info.mismatched_keys)
     # otherwise saving applies the conversions of the adapter to the base
     backbone._weight_conversions = conversions
     _adapter_to_float32(backbone)
-    return backbone
 
 
 def _adapter_to_float32(backbone: Any) -> None:
@@ -134,6 +127,36 @@ def _adapter_to_float32(backbone: Any) -> None:
         for parameter in backbone.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+
+
+def merge(backbone: Any) -> None:
+    """Add the weights of the adapter to those of the base, and remove the adapter's layers."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    while True:
+        # the wrappers contain fully trained modules and tokens, and may contain LoRA layers: merge
+        # the outermost one first
+        wrapped = [
+            (name, module)
+            for name, module in backbone.named_modules()
+            if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        ]
+        if not wrapped:
+            break
+        name, layer = wrapped[0]
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge(safe_merge=True)
+            merged = layer.get_base_layer()
+        else:
+            merged = layer.unload_and_optionally_merge_module(
+                merge=True, safe_merge=True, adapter_names=None
+            )
+        parent, _, child = name.rpartition(".")
+        setattr(backbone.get_submodule(parent), child, merged)
+    del backbone.peft_config
+    backbone._hf_peft_config_loaded = False
+    backbone.requires_grad_(True)
 
 
 def save_base(base: Base, folder: Path) -> None:

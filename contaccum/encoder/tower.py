@@ -269,7 +269,7 @@ class TowerLoader:
         """
         with loading(files.name), quiet_transformers():
             if files.base:
-                backbone = lora.load_adapter(backbone, files.name, files.subfolder, self.merge)
+                lora.load_adapter(backbone, files.name, files.subfolder)
             tokenizer = load_tokenizer(files, self.trust_remote_code)
         # padding on the left would shift the positions of a text by the length of another text
         tokenizer.padding_side = "right"
@@ -282,6 +282,8 @@ class TowerLoader:
         if self.adapters is not None:
             base = lora.base_of(files.name, files.subfolder, self.adapters.quantize)
             lora.add_adapter(backbone, base, self.adapters.config)
+        elif self.merge and files.base:
+            lora.merge(backbone)
         tower = Tower(backbone, tokenizer, self.pooling, dense, base)
         require_known_ids(tokenizer.pad_token_id, tower.vocabulary, tokenizer)
         return tower
