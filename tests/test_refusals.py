@@ -120,6 +120,7 @@ LINES: dict[tuple[str, str, int], list[tuple[str, str]]] = {
              f"the grade is '{grade[:40]}'; it must be an integer from -99999 to 99999")
             for grade in ("0.5", "", "3000000000")
         ),
+        ("\tp0\t1", "found an empty id; queries and passages need an id"),
     ],
     ("evaluate --model bm25 --data d", "d/qrels/test.tsv", 3): [
         ("q0\tp0\t2", "query 'q0' and passage 'p0' have grade 2 here and 1 earlier; a pair can "

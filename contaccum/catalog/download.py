@@ -104,12 +104,15 @@ def check_dpr_name(name: str) -> None:
 
 def check_beir_name(given: str) -> None:
     """Raise InputError unless BEIR has a data set of this name that may be downloaded."""
-    names = sorted(MD5.keys() - {"cqadupstack"} | {f"cqadupstack/{forum}" for forum in FORUMS})
-    if given not in names:
+    forums = {f"cqadupstack/{forum}" for forum in FORUMS}
+    names = sorted(MD5.keys() - {"cqadupstack"})
+    if given not in forums and given.startswith("cqadupstack"):
+        raise InputError(f"{given}: not a data set; expected one of {', '.join(sorted(forums))}")
+    if given not in names and given not in forums:
         raise InputError(
             f"{given}: no folder or data set has this name; expected a path, one of "
-            f"{', '.join(names)}, or a name that starts with nanobeir/, mteb/, miracl/, dpr/ "
-            "or hub: (see contaccum data fetch --help)"
+            f"{', '.join(names)}, cqadupstack/FORUM, or a name that starts with nanobeir/, mteb/, "
+            "miracl/, dpr/ or hub: (see contaccum data fetch --help)"
         )
 
 

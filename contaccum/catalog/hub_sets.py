@@ -85,7 +85,12 @@ class HubName:
         columns: dict[str, list[str]] = {}
         for pair in mapping.split("&") if question_mark else []:
             key, _, value = pair.partition("=")
-            if key not in FIELDS or not value:
+            if (
+                key not in FIELDS
+                or key in columns
+                or not value
+                or ("," in value and key == "label")
+            ):
                 raise InputError(
                     f"{text}: found {pair!r}; expected FIELD=COLUMN, where FIELD is one of "
                     f"{', '.join(FIELDS)} (in a column name, write %26 for & and %2C for a comma)"
@@ -105,6 +110,10 @@ class HubName:
                 f"{text}: not the name of a Hub data set, a local folder or a file; expected "
                 "hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN]"
             )
+        # a name on the Hub may end like a file, but is not in a local folder
+        in_folder = _ending(repository.lower()) in _ENDINGS and Path(repository).parent.is_dir()
+        if not path and (repository.startswith((".", "/")) or in_folder):
+            raise InputError(f"{text}: {repository} not found; expected a file or a folder")
         # an empty one, as in hub:owner/name::split, is the default
         configuration = parts["configuration"] or None
         return cls(text, repository, parts["revision"], configuration, parts["split"], columns)
@@ -123,20 +132,25 @@ class HubName:
         """Raise InputError if a local folder has a data file that is in none of ``splits``.
 
         ``datasets`` reads files of only one format, and skips faq.csv next to faq_test.csv. A
-        README.md may choose the files.
+        README.md with configurations may leave out files.
         """
         folder = Path(self.repository)
-        if not folder.is_dir() or (folder / "README.md").is_file():
+        if not folder.is_dir():
             return
-        read = {Path(file).resolve() for file in chain.from_iterable(splits.values())}
-        for path in sorted(folder.iterdir()):
+        readme = folder / "README.md"
+        if readme.is_file() and "configs:" in readme.read_text("utf-8", errors="replace"):
+            return
+        files = [os.path.realpath(file) for file in chain.from_iterable(splits.values())]
+        folders = {os.path.realpath(folder), *map(os.path.dirname, files)}
+        for path in sorted(path for each in folders for path in Path(each).iterdir()):
             is_data = _ending(path.name.lower()) in _ENDINGS and not path.name.startswith(".")
-            if is_data and path.name not in FILES_TO_IGNORE and path.resolve() not in read:
-                names = ", ".join(sorted(file.name for file in read))
+            ignored = path.name in FILES_TO_IGNORE or os.path.realpath(path) in files
+            if is_data and not ignored:
+                read = ", ".join(sorted(map(os.path.basename, files)))
                 raise InputError(
-                    f"{self.text}: {path} would not be read, only {names}; the files of a folder "
-                    "need one format and, for several splits, names such as train.csv and "
-                    "test.csv. Move the file, or give one file after hub:."
+                    f"{self.text}: {path} would not be read, only {read}; the files of a folder "
+                    "need one format, endings in lower case and, for several splits, names such as "
+                    "train.csv and test.csv. Move the file, or give one file after hub:."
                 )
 
     def rows(self, files: Iterable[str]) -> Rows:

@@ -192,11 +192,18 @@ def _mine(
         )
     if not is_main():
         return None
-    model = "MODEL" if encoder.model == "bm25" else shlex.quote(encoder.model)
+    model, options = "MODEL", ""
+    if encoder.model != "bm25":
+        from contaccum.encoder.folders import stored_differences
+
+        model = shlex.quote(encoder.model)
+        # the config finetune has the default lengths
+        stored = stored_differences(encoder.model, asdict(ModelConfig()))
+        options = "".join(f" --model.{name} {_text(value)}" for name, value in stored.items())
     return (
         f"{render_mined(report, job.output)}\n"
         f"next: contaccum train --config finetune --data.train {shlex.quote(job.output)} "
-        f"--data.hard_negatives 1 --model.name {model} --output_dir DIR"
+        f"--data.hard_negatives 1 --model.name {model}{options} --output_dir DIR"
     )
 
 

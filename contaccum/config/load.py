@@ -201,6 +201,7 @@ def hint(name: str, known: Collection[str], prefix: str = "") -> str:
     close = difflib.get_close_matches(last, set(last_words.values()), n=2, cutoff=0.7)
     # in another group, or without a group
     near = near or sorted(each for each in known if last_words[each] in close)
+    near = near or [each for each in known if last == "lr" and last_words[each] == "learning_rate"]
     near = near or [each for each in known if each == group]  # such as model.name for model
     return f"; did you mean {' or '.join(prefix + each for each in near)}?" if near else ""
 
@@ -226,7 +227,9 @@ def converted(kind: Any, value: Any, where: str) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         message = str(error)  # such as: Expected `int` >= 1
-        expected = message[0].lower() + message[1:]
+        expected = message[0].lower() + message[1:].replace("`array`", "a list")
+        if "`str" in message and isinstance(value, int | float):
+            expected += "; write it in quotes"
         if words := choices(kind):
             expected = f"expected {placeholder(kind)}"
             if near := difflib.get_close_matches(str(value), words, n=1):

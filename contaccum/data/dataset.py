@@ -24,6 +24,7 @@ from contaccum.data.retrieval_set import (
     keep_answerable,
     qrels_file,
     read_grades,
+    require_other_ids,
     warn_of_own_ids,
 )
 from contaccum.data.train_set import (
@@ -130,6 +131,7 @@ class RetrievalDataset:
         if self.kind != "beir":
             return examples_as_retrieval(self.examples())
         judged = self._judged
+        require_other_ids(judged.source, judged.qrels)
         warn_of_own_ids(self.path, judged.qrels)
         if judged.unknown:
             warnings.warn(

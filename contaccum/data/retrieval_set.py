@@ -238,6 +238,19 @@ def warn_of_own_ids(source: Path, qrels: Qrels) -> None:
         )
 
 
+def require_other_ids(source: Path, qrels: Qrels) -> None:
+    """Raise InputError if each query has the id of its only judged passage.
+
+    As in BEIR, a search leaves out such a passage.
+    """
+    if all(set(grades) == {query} for query, grades in qrels.items()):
+        raise InputError(
+            f"{source}: each query has the id of its only judged passage. As in BEIR, a search "
+            "leaves out the passage with the id of the query, so nothing would be found. Use "
+            "different ids, such as q1 and p1."
+        )
+
+
 def examples_as_retrieval(examples: ExampleTable) -> RetrievalSet:
     """Convert training examples to a retrieval set.
 

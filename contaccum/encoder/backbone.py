@@ -63,7 +63,7 @@ def load_backbone(
     if config._attn_implementation not in (None, "eager", "sdpa"):
         warnings.warn(
             f"{name}: config.json asks for {config._attn_implementation} as the implementation of "
-            "attention, which is not used; set model.attention to use it in training",
+            "attention, which is not used",
             stacklevel=2,
         )
     config._attn_implementation = None

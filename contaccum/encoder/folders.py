@@ -428,6 +428,12 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
     named = str(about.get("similarity_fn_name") or "cosine")
     similarity = named.replace("dot_score", "dot").replace("cos_sim", "cosine")
     if similarity == "dot" and normalized:
+        if about.get("truncate_dim"):
+            raise InputError(
+                f"{name}: truncate_dim is {about['truncate_dim']}, but similarity_fn_name is "
+                f"{about['similarity_fn_name']}. Truncated vectors lose the L2 norm of 1. Set "
+                "similarity_fn_name to cosine in config_sentence_transformers.json."
+            )
         similarity = "cosine"  # inner products of unit vectors
     pooling = optional_json(name, _join(modules[1].path, "config.json"), dict[str, Any]) or {}
     if pooling.get("include_prompt") is False and any(_prompts(about).values()):

@@ -112,8 +112,11 @@ class Tower(nn.Module):
         self.vocabulary = None if embeddings is None else len(embeddings)
         """Number of word embeddings, which is larger than every token id. None: the backbone has no
         table of word embeddings."""
-        self.width = int(backbone.config.hidden_size)
-        """Number of dimensions of the token vectors."""
+        self.width = int(
+            getattr(backbone.config, "word_embed_proj_dim", backbone.config.hidden_size)
+        )
+        """Number of dimensions of the token vectors. Some OPT models project them to
+        ``word_embed_proj_dim`` dimensions."""
         self.unpad = False
         self.padding_changes_vectors = False
         """Whether the vector of a text depends on the other texts of its batch (``check_padding``

@@ -143,6 +143,8 @@ def read_qrels(
         if is_first and named and not _GRADE.fullmatch(cells[-1]):
             continue  # a header
         try:
+            if not cells[0] or not cells[-2]:
+                raise location.error("found an empty id; queries and passages need an id")
             grade = grade_of(cells[-1], location)
         except InputError as error:
             on_error(error)

@@ -220,9 +220,11 @@ def not_utf8(error: UnicodeDecodeError) -> str:
     """Return the message for a byte that is not UTF-8."""
     if error.object.startswith(b"PAR1"):
         return 'the file is in the format Parquet; name it as "hub:FILE?query=COLUMN&pos=COLUMN"'
+    if error.object.startswith(b"PK\x03\x04"):
+        return "the file is a zip archive, such as an Excel file; save the table as CSV (UTF-8)"
     return (
         f"byte 0x{error.object[error.start]:02x} is not UTF-8. Convert the file: iconv -f ENCODING "
-        "-t UTF-8 FILE > NEW (ENCODING is often CP1252 for a file of Windows)"
+        "-t UTF-8 FILE > NEW (ENCODING is often CP1252 or UTF-16 for a file of Windows)"
     )
 
 

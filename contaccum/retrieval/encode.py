@@ -252,7 +252,7 @@ def cached_vectors(
             size = texts.rows * encoder.dim * np.dtype(dtype).itemsize
             print(
                 f"contaccum: encoding {texts.rows:,} {texts.unit}; other commands will find the "
-                f"vectors in the cache ({size / 1e6:,.1f} of {CACHE_BYTES / 1e6:,.0f} MB)",
+                f"vectors in the cache ({size / 1e6:,.2f} MB, limit {CACHE_BYTES / 1e6:,.0f} MB)",
                 file=sys.stderr,
             )
             make_room(size, folder)
@@ -420,6 +420,9 @@ def encode(
         )
     if isinstance(model, str | Path):
         model = EncoderConfig.of(model)
+    for each in (source, getattr(model, "model", "")):
+        if os.path.exists(each) and os.path.exists(output) and os.path.samefile(each, output):
+            raise InputError(f"{output}: is an input of this call; choose another output")
     timeout = getattr(model, "timeout_minutes", EncoderConfig.timeout_minutes)
     # after this block, the processes do not wait for each other
     with joined(timeout) as group, group.main_first():

@@ -148,13 +148,16 @@ def write_mined(
     with whole_records(output) as file:
         file.writelines(framed(lines(), to))
         empty = numbers.count(0)
-        if empty == len(numbers):
+        if 2 * empty > len(numbers):
             reasons = ", ".join(f"{name} {count}" for name, count in removed.items())
-            raise InputError(
-                f"{output}: no negative for any of {counted(len(numbers), 'query')} (candidates "
-                f"removed: {reasons}). The search found nothing else, or the filters are too "
-                "strict."
+            sentence = (
+                f"{output}: no negative for {empty} of {counted(len(numbers), 'query')} "
+                f"(candidates removed: {reasons}). The search found nothing else, or the filters "
+                "are too strict."
             )
+            if empty == len(numbers):
+                raise InputError(sentence)
+            warnings.warn(sentence, stacklevel=3)
         report = {
             **about,
             "settings": asdict(settings),

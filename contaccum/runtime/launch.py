@@ -25,11 +25,10 @@ _LAUNCH_HELP = (
 
 def _variable(name: str, default: int) -> int:
     """Return the environment variable ``name`` as a number, ``default`` if it is not set."""
-    text = os.environ.get(name) or default
-    try:
-        return int(text)
-    except ValueError as error:
-        raise InputError(f"{name} is {text!r}, expected a whole number. {_LAUNCH_HELP}") from error
+    text = os.environ.get(name, "").strip() or str(default)
+    if not text.isdecimal():
+        raise InputError(f"{name} is {text[:40]!r}, expected a whole number. {_LAUNCH_HELP}")
+    return int(text)
 
 
 def process_place() -> tuple[int, int]:
@@ -58,10 +57,16 @@ def require_one_process(command: str) -> None:
 def check_launch() -> int:
     """Return the number of processes.
 
-    Raise InputError if a variable of the launcher is missing or not a number.
+    Raise InputError if a variable of the launcher is missing or out of range.
     """
-    local_place()
-    world = process_place()[1]
+    rank, world = process_place()
+    local_rank, local_world = local_place()
+    port = _variable("MASTER_PORT", 29500)
+    if not (rank < world and local_rank < local_world <= world and 0 < port < 2**16):
+        raise InputError(
+            f"RANK {rank}, WORLD_SIZE {world}, LOCAL_RANK {local_rank}, LOCAL_WORLD_SIZE "
+            f"{local_world} and MASTER_PORT {port} do not fit together. {_LAUNCH_HELP}"
+        )
     if world > 1:
         for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(name):

@@ -320,8 +320,13 @@ def tensor_defaults() -> Iterator[None]:
 def training_defaults() -> Iterator[None]:
     """Like ``tensor_defaults``, and also record gradients, whatever the program set in torch.
 
-    Afterwards, torch's random number generators have their earlier states again.
+    Afterwards, torch's random number generators have their earlier states again. Raises InputError
+    inside torch.autocast, which would compute parts of the loss in half precision.
     """
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        raise InputError(
+            "train was called inside torch.autocast; call it outside, and set run.precision"
+        )
     gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     with (
         torch.random.fork_rng(gpus),

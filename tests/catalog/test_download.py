@@ -118,7 +118,7 @@ def test_one_forum_of_cqadupstack(server, tmp_path):
     ("name", "words"),
     [
         ("scifacts", "no folder or data set has this name; expected a path, one of arguana, "),
-        ("cqadupstack/cooking", "one of arguana, .*, cqadupstack/android, "),
+        ("cqadupstack/cooking", "one of cqadupstack/android, "),
         ("scifact/..", "no folder or data set has this name"),
     ],
 )

@@ -53,7 +53,9 @@ def test_a_table_without_the_split_is_answered_with_a_name_that_has_one(tmp_path
         (["faq.csv", "faq.jsonl"], "faq.csv|faq.jsonl"),
         (["FAQ.CSV", "more.csv"], "FAQ.CSV"),
         (["faq.csv", "faq_test.csv"], "faq.csv"),
-        (["faq.csv", "more.csv", ".hidden.csv", "dataset_info.json"], None),
+        (["data/train.csv", "faq.csv"], "faq.csv"),
+        (["data/train.csv", "data/train.jsonl"], "data/train.csv|data/train.jsonl"),
+        (["faq.csv", "more.csv", "README.md", ".hidden.csv", "dataset_info.json"], None),
         (["train.csv", "test.csv"], None),
     ],
 )

@@ -347,6 +347,10 @@ def test_unsupported_modules_are_refused(tmp_path):
         ): {
             "similarity_fn_name": "euclidean",
         },
+        ("config_sentence_transformers.json", "truncate_dim is 8, but similarity_fn_name is dot"): {
+            "truncate_dim": 8,
+            "similarity_fn_name": "dot",
+        },
         ("config_sentence_transformers.json", "truncate_dim is 99; expected at most"): {
             "truncate_dim": 99
         },

@@ -1,6 +1,9 @@
 """Options of the encoder's computation equal the plain one in vectors, gradients and dropout; each
 with a negative control."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
 from helpers import VOCABULARY, largest_difference, micro_batches, run_steps, tiny_encoder
@@ -345,3 +348,18 @@ def test_set_dropout_sets_every_dropout_of_the_family(family):
     encoder.set_dropout(0.0)
     assert torch.equal(encoder(batch)[0], encoder(batch)[0])
     assert not encoder.has_dropout()
+
+
+def test_token_vectors_narrower_than_the_layers(tmp_path):
+    """As in facebook/opt-350m."""
+    encoder = family_encoder(
+        "opt", word_embed_proj_dim=16, ffn_dim=64, do_layer_norm_before=False
+    ).eval()
+    vectors = encoder.encode_queries(["a", "b"])
+    assert vectors.shape == (2, 16)
+    encoder.save(tmp_path / "model")
+    np.testing.assert_array_equal(
+        DualEncoder.load(tmp_path / "model").encode_queries(["a", "b"]), vectors
+    )
+    pooling = json.loads((tmp_path / "model" / "1_Pooling" / "config.json").read_text())
+    assert pooling["word_embedding_dimension"] == 16

@@ -337,3 +337,18 @@ def test_equal_scores_are_ranked_by_every_metric_as_in_trec_eval():
     close = evaluate_run({"q": {"a": 1}}, {"q": [("a", 1.0 + 1e-9), ("b", 1.0)]}, cutoffs=(1,))
     assert close["mean"]["mrr@1"] == 0
     assert list(close["first_passages"]["q"]) == ["b", "a"]
+
+
+def test_a_set_whose_queries_all_have_the_id_of_their_passage_is_refused(tmp_path):
+    """As in BEIR, nothing would be found, and a run would keep its first model."""
+    folder = write_beir(tmp_path / "data", queries=4)
+    for name in ("corpus", "queries"):
+        text = (folder / f"{name}.jsonl").read_text()
+        (folder / f"{name}.jsonl").write_text(text.replace('"p', '"').replace('"q', '"'))
+    qrels = folder / "qrels" / "test.tsv"
+    qrels.write_text("query-id\tcorpus-id\tscore\n0\t0\t1\n1\t1\t1\n")
+    with pytest.raises(InputError, match="each query has the id of its only judged"):
+        evaluate("bm25", folder)
+    qrels.write_text(qrels.read_text() + "1\t2\t1\n")  # negative control
+    with pytest.warns(UserWarning, match="2 queries with the id of a positive"):
+        evaluate("bm25", folder)

@@ -1,6 +1,7 @@
 """BM25 against the formula written out, and its words in many scripts."""
 # ruff: noqa: RUF001
 
+import json
 import math
 import re
 import unicodedata
@@ -209,5 +210,14 @@ def test_mining_without_any_negative_is_refused_and_writes_nothing(tmp_path, cap
     command = mined(tmp_path, ["chats", "chiens"], ["cats purr", "dogs bark"])
     assert main(command) == 2
     said = capsys.readouterr().err
-    assert "mined.jsonl: no negative for any of 2 queries (candidates removed: " in said
+    assert "mined.jsonl: no negative for 2 of 2 queries (candidates removed: " in said
     assert not list(tmp_path.glob("mined*"))
+
+
+@pytest.mark.filterwarnings("always:.*no negative for")
+def test_mining_with_few_negatives_warns(tmp_path, capsys):
+    command = mined(tmp_path, ["the cats", "dogs", "hunde"], ["cats purr", "big cats", "x y"])
+    assert main(command) == 0
+    assert "no negative for 2 of 3 queries" in capsys.readouterr().err
+    report = json.loads((tmp_path / "mined.about.json").read_text())
+    assert report["queries_without"] == 2

@@ -68,7 +68,7 @@ def test_the_oldest_vectors_are_deleted_when_the_cache_is_full(
         return encoded["encode_passages"] - before - 8
 
     assert [vectors(word) for word in ("a", "b", "a")] == [8, 8, 0]
-    assert "in the cache (0.0 of 4,000 MB)" in capsys.readouterr().err
+    assert "in the cache (0.00 MB, limit 4,000 MB)" in capsys.readouterr().err
     folders = list((cache_folder() / "vectors").iterdir())
     size = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
     monkeypatch.setattr(encode, "CACHE_BYTES", size)
