@@ -239,7 +239,7 @@ def _report(options: ReportConfig) -> object:
 def _merge(model: MergeConfig) -> object:
     from contaccum.encoder import merge
 
-    return merge(model.model, model.output, model.trust_remote_code)
+    return merge(model.model, model.output, model.trust_remote_code, model.start, model.share)
 
 
 def _push(model: PushConfig) -> object:
@@ -392,11 +392,12 @@ COMMANDS = {
     ),
     "merge": Command(
         _merge,
-        "merge the adapters of a LoRA model into its weights",
+        "merge LoRA adapters into a model, or a trained model with its start",
         "Merge the LoRA adapters of MODEL into its weights, and write the result as a model "
         "without adapters. The result computes the same vectors, up to rounding. The weights of a "
-        "4-bit encoder become float32.",
-        "%(prog)s MODEL OUTPUT",
+        "4-bit encoder become float32. With --start, average the weights of MODEL and of the "
+        "encoder that training started from, so that the result is better on other data.",
+        "%(prog)s MODEL OUTPUT [--start START] [--share X]",
         (MergeConfig,),
         group="use a model",
     ),

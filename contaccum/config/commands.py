@@ -263,12 +263,18 @@ class MineConfig:
 
 @dataclass(eq=False, repr=False)
 class MergeConfig:
-    """LoRA model to merge, and folder to write."""
+    """Models to merge, and folder to write."""
 
     model: str = setting(positional=True)
-    """LoRA model: folder of a run, folder of a trained model, or name on the Hub."""
+    """Trained model: folder of a run, folder of a model, or name on the Hub. Without --start, it
+    must have a LoRA adapter."""
     output: str = setting(positional=True)
     """Folder to write. It must not exist."""
+    start: str | None = setting(None, metavar="MODEL")
+    """Encoder that training started from. The result has the average of its weights and those of
+    the trained model."""
+    share: Share = 0.75
+    """Share of the trained model in the average with --start."""
     trust_remote_code: bool = setting(False, flag=True)
     """Run model code that comes with the encoder. Use this only for sources that you trust."""
 
