@@ -57,6 +57,12 @@ def push(
         raise InputError(
             f"repository is {repository!r}; expected a valid Hub name of the form owner/name"
         )
+    for file in model.rglob("*"):  # a link could upload a private file
+        if file.is_symlink() and not file.resolve().is_relative_to(model.resolve()):
+            raise InputError(
+                f"{file}: this symbolic link leads out of the model's folder, to {file.resolve()}. "
+                "Replace the link with a copy of the file, or delete it."
+            )
     tower = model / read_encoder(str(model)).query.subfolder
     adapter = optional_json(str(tower), ADAPTER_FILE, AdapterFile)
     if adapter is not None and os.path.isabs(adapter.get("base_model_name_or_path") or ""):

@@ -9,6 +9,7 @@
 Requires sentence-transformers 6.2 or newer (extra `sentence-transformers`).
 """
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from sentence_transformers.base.losses.gradcache import CachedLossMixin
 from sentence_transformers.base.modules import Router
 from torch import Tensor, nn
 from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 
 from contaccum.errors import InputError
 from contaccum.integrations.bank_loss import BankLoss, content_ids, read_bank, write_bank
+from contaccum.runtime.files import read_json
 
 
 class ContAccumLoss(CachedLossMixin, nn.Module):
@@ -197,6 +200,8 @@ class ContAccumCallback(TrainerCallback):
             Path(named) if isinstance(named, str) and Path(named).is_dir() else _folder(args, state)
         )
         self.bank_loss.begin(read_bank(folder) if state.global_step else None, pairs)
+        if state.global_step:
+            _refuse_other_run(folder, state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bank_loss.end_step()
@@ -205,6 +210,18 @@ class ContAccumCallback(TrainerCallback):
         bank = self.bank_loss.state()
         if state.is_world_process_zero and bank is not None:
             write_bank(_folder(args, state), bank)
+
+
+def _refuse_other_run(folder: Path, state: Any) -> None:
+    """Raise InputError if the trainer loaded another checkpoint than the bank's (``folder``)."""
+    saved = read_json(folder / TRAINER_STATE_NAME)["log_history"]
+    # as text, because NaN is not equal to itself
+    if json.dumps(saved) != json.dumps(state.log_history):
+        raise InputError(
+            f"{folder}: this checkpoint, whose bank would be used, is of another run than the "
+            "resumed checkpoint. Set resume_from_checkpoint in the training arguments to the "
+            "resumed checkpoint."
+        )
 
 
 def _folder(args: Any, state: Any) -> Path:

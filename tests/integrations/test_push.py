@@ -264,3 +264,17 @@ def test_missing_network_and_missing_token_are_one_line_errors(call):
     code, _, err = call("http://127.0.0.1:9", token=None)
     assert code == 2
     assert "no Hub token found" in err
+
+
+@pytest.mark.parametrize(
+    ("target", "refused"), [("../../config.yaml", True), ("../contaccum.json", False)]
+)
+def test_push_refuses_links_that_leave_the_model(target, refused, run, hub, call):
+    link = run / "model" / "query_encoder" / "extra.json"
+    link.symlink_to(target)
+    try:
+        code, _, err = call(hub, "--dry_run")
+    finally:
+        link.unlink()
+    assert code == (2 if refused else 0), err
+    assert ("this symbolic link leads out of the model's folder" in err) == refused

@@ -422,6 +422,25 @@ def test_batch_larger_than_the_bank_is_refused_also_after_the_first(tmp_path):
     assert loss.bank.fingerprint() == before
 
 
+def test_resumed_run_refuses_the_bank_of_another_run(data, plain, tmp_path):
+    """The trainer resumes from another folder, and its output folder has a checkpoint of the same
+    step."""
+    model, rows, _ = plain
+    saving = {"steps": 8, "save_strategy": "steps", "save_steps": 4}
+    whole = take(model, rows, tmp_path / "run", **saving)
+    take(model, rows[::-1], tmp_path / "other", **saving)
+    checkpoint = str(tmp_path / "run" / "checkpoint-4")
+    with pytest.raises(
+        InputError,
+        match=r"other/checkpoint-4: this checkpoint, whose bank would be used, is of another run",
+    ):
+        take(model, rows, tmp_path / "other", checkpoint, **saving)
+    again = take(
+        model, rows, tmp_path / "other", checkpoint, **saving, resume_from_checkpoint=checkpoint
+    )
+    np.testing.assert_array_equal(again.losses, whole.losses[4:])
+
+
 def test_wrong_options_and_calls_are_refused(data, plain, tmp_path):
     model, rows, _ = plain
     with pytest.raises(InputError, match="was called in training before begin"):
