@@ -149,7 +149,7 @@ SOUND = {
 }
 LAUNCHES = [
     ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected a whole number"),
-    ({"RANK": "-1", **SOUND, "WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2', expected a whole number"),
+    ({**SOUND, "WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2', expected a whole number"),
     ({**SOUND, "RANK": ""}, "WORLD_SIZE is 2, but RANK is not set"),
     ({**SOUND, "RANK": "2"}, "RANK 2, WORLD_SIZE 2"),
     ({**SOUND, "LOCAL_RANK": "2"}, "RANK 1, WORLD_SIZE 2, LOCAL_RANK 2"),

@@ -85,15 +85,12 @@ class HubName:
         columns: dict[str, list[str]] = {}
         for pair in mapping.split("&") if question_mark else []:
             key, _, value = pair.partition("=")
-            if (
-                key not in FIELDS
-                or key in columns
-                or not value
-                or ("," in value and key == "label")
-            ):
+            several = key in columns or (key == "label" and "," in value)
+            if key not in FIELDS or not value or several:
                 raise InputError(
                     f"{text}: found {pair!r}; expected FIELD=COLUMN, where FIELD is one of "
-                    f"{', '.join(FIELDS)} (in a column name, write %26 for & and %2C for a comma)"
+                    f"{', '.join(FIELDS)}, each once (in a column name, write %26 for & and %2C "
+                    "for a comma)"
                 )
             columns[key] = [unquote(column) for column in value.split(",")]
         # the longest beginning that is a path, which may contain @ and :, such as

@@ -396,7 +396,8 @@ COMMANDS = {
         "Merge the LoRA adapters of MODEL into its weights, and write the result as a model "
         "without adapters. The result computes the same vectors, up to rounding. The weights of a "
         "4-bit encoder become float32. With --start, average the weights of MODEL and of the "
-        "encoder that training started from, so that the result is better on other data.",
+        "encoder that training started from, so that the result keeps more of what that encoder "
+        "can do on other data.",
         "%(prog)s MODEL OUTPUT [--start START] [--share X]",
         (MergeConfig,),
         group="use a model",

@@ -195,13 +195,13 @@ def hint(name: str, known: Collection[str], prefix: str = "") -> str:
     setting, such as ``--``.
     """
     group, _, last = name.rpartition(".")
+    last = {"lr": "learning_rate"}.get(last, last)
     near = [each for each in known if each.startswith(f"{name}.")][:1]  # a group, such as model
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     last_words = {each: each.rpartition(".")[2] for each in known}
     close = difflib.get_close_matches(last, set(last_words.values()), n=2, cutoff=0.7)
     # in another group, or without a group
     near = near or sorted(each for each in known if last_words[each] in close)
-    near = near or [each for each in known if last == "lr" and last_words[each] == "learning_rate"]
     near = near or [each for each in known if each == group]  # such as model.name for model
     return f"; did you mean {' or '.join(prefix + each for each in near)}?" if near else ""
 

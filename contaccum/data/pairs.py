@@ -18,10 +18,7 @@ from contaccum.runtime.files import write_text
 from contaccum.runtime.units import counted
 
 _QUERY_NAMES = ("query", "anchor", "question", "sentence1")
-_POSITIVE_NAMES = (
-    *("pos", "positive", "answer", "sentence2"),
-    *("passage", "document", "context"),
-)
+_POSITIVE_NAMES = ("pos", "positive", "answer", "sentence2", "passage", "document", "context")
 _ID_NAMES = re.compile(r"_?id|[pq]id|doc_?id|idx|index")
 """Names of fields with ids, which are no queries or positives because of their position."""
 

@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 
+@torch.no_grad()
 def merge(
     model: str,
     output: str,
@@ -50,29 +51,27 @@ def merge(
     so that the model keeps more of what ``start`` can do on other data. Returns ``output``.
 
     Sources: Wortsman et al. 2022 (arXiv 2109.01903), eq. 1; for embedding models, Xiao et al. 2023
-    (arXiv 2311.13534). Raises InputError if the two encoders have different weights.
+    (arXiv 2311.13534). Raises InputError if the two encoders have different layers.
     """
     if Path(output).exists():
         raise InputError(f"{output}: exists already; choose a new folder")
     encoder = DualEncoder.load(model, trust_remote_code=trust_remote_code, merge=start is None)
     if start is not None:
-        _average(
-            encoder, DualEncoder.load(start, trust_remote_code=trust_remote_code), share, start
+        if encoder.adapted:
+            raise InputError(f"{model}: has an adapter; merge it first, without --start")
+        other = DualEncoder.load(start, trust_remote_code=trust_remote_code)
+        # a start with one encoder has the weights of both towers too, under two names
+        weights, others = (
+            dict(each.named_parameters(remove_duplicate=False)) for each in (encoder, other)
         )
+        if {key: weight.shape for key, weight in weights.items()} != {
+            key: weight.shape for key, weight in others.items()
+        }:
+            raise InputError(
+                f"{start}: has other layers than {model}; expected the encoder that training "
+                "started from"
+            )
+        for key, weight in encoder.named_parameters():  # tied towers appear only once
+            weight.lerp_(others[key].to(weight), 1 - share)
     encoder.save(output)
     return output
-
-
-@torch.no_grad()
-def _average(encoder: DualEncoder, other: DualEncoder, share: float, name: str) -> None:
-    """Move the weights of ``encoder`` towards those of ``other``. name: of ``other``."""
-    if encoder.adapted:
-        raise InputError("the model has an adapter; merge it first, without --start")
-    others = dict(other.named_parameters(remove_duplicate=False))
-    for key, weight in encoder.named_parameters():  # tied towers appear only once
-        if key not in others or others[key].shape != weight.shape:
-            raise InputError(
-                f"{name}: has no weight {key} of shape {tuple(weight.shape)}; expected the encoder "
-                "that training started from"
-            )
-        weight.lerp_(others[key].to(weight), 1 - share)

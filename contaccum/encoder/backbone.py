@@ -58,8 +58,8 @@ def load_backbone(
             "to the type bert, such as "
             "sentence-transformers/facebook-dpr-question_encoder-single-nq-base."
         )
-    # transformers would refuse to load the model if the implementation that config.json asks for is
-    # not available, so it chooses
+    # without this request, transformers chooses an implementation; with it, loading fails if the
+    # implementation is not installed
     if config._attn_implementation not in (None, "eager", "sdpa"):
         warnings.warn(
             f"{name}: config.json asks for {config._attn_implementation} as the implementation of "

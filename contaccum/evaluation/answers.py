@@ -80,8 +80,8 @@ def answer_accuracy(
 
     run: its query ids are the positions of the questions in ``questions``, from 0. A question
     without passages counts as wrong. match: ``string``, or ``regex`` if the answers are regular
-    expressions. cutoffs: numbers of passages; 5 gives ``top5``. Raises
-    InputError if a pattern takes more than a second on one passage.
+    expressions. cutoffs: numbers of passages; 5 gives ``top5``. Raises InputError if a pattern
+    takes more than a second on one passage.
     """
     found = {passage_id for hits in run.values() for passage_id, _ in hits}
     row_of = find_rows(corpus, found)

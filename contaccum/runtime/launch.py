@@ -60,17 +60,18 @@ def check_launch() -> int:
     Raise InputError if a variable of the launcher is missing or out of range.
     """
     rank, world = process_place()
+    if world == 1:
+        return world
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise InputError(f"WORLD_SIZE is {world}, but {name} is not set. {_LAUNCH_HELP}")
     local_rank, local_world = local_place()
-    port = _variable("MASTER_PORT", 29500)
+    port = _variable("MASTER_PORT", 0)
     if not (rank < world and local_rank < local_world <= world and 0 < port < 2**16):
         raise InputError(
             f"RANK {rank}, WORLD_SIZE {world}, LOCAL_RANK {local_rank}, LOCAL_WORLD_SIZE "
             f"{local_world} and MASTER_PORT {port} do not fit together. {_LAUNCH_HELP}"
         )
-    if world > 1:
-        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-            if not os.environ.get(name):
-                raise InputError(f"WORLD_SIZE is {world}, but {name} is not set. {_LAUNCH_HELP}")
     return world
 
 

@@ -23,8 +23,8 @@ class DevEvaluator:
     Without a dev set, no evaluation is due.
     """
 
-    def __init__(self, dev_set: RetrievalSet | None, max_passages: int | None, run: RunConfig):
-        """Set the dev set, of which at most ``max_passages`` passages are searched (None: all)."""
+    def __init__(self, dev_set: RetrievalSet | None, max_passages: int, run: RunConfig) -> None:
+        """Set the dev set, of which at most ``max_passages`` passages are searched (0: all)."""
         self.settings = run
         self.dev_set = dev_set
         self.whole = True  # whether all passages are searched
@@ -52,7 +52,7 @@ class DevEvaluator:
         # if the last step soon follows, its evaluation is enough
         return every > 0 and step % every == 0 and left >= every / 2
 
-    def left(self, total: int) -> int:
+    def evaluations_left(self, total: int) -> int:
         """Return the number of evaluations until the end of a run of ``total`` steps."""
         if self.dev_set is None:
             return 0
@@ -124,7 +124,7 @@ class DevEvaluator:
         model_saved: whether the model of the best score still exists. Returns why the best score is
         ignored, or an empty text.
         """
-        self.start, self.best = state.get("start", {}), state["best"]
+        self.start, self.best = state["start"], state["best"]
         self.evaluated, self.worse = state["evaluated"], state["worse"]
         if self.dev_set is None:
             return ""

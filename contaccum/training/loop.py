@@ -292,7 +292,7 @@ class Training:
                 values["pairs_per_second"] = config.batch.global_batch_size / seconds
                 if self.done_every(config.run.drift_steps):
                     values |= self.drift.measure()
-                self.log.step(values, self.dev.left(self.total))
+                self.log.step(values, self.dev.evaluations_left(self.total))
 
                 # evaluate
                 if self.dev.due(self.done, self.total):
@@ -484,7 +484,7 @@ class Training:
         if self.signals.received and self.engine.world == 1:
             raise self.interrupted(self.signals.received)
         done = self.done + self.work_done / self.step_work
-        self.log.inside_step(done, self.dev.left(self.total))
+        self.log.inside_step(done, self.dev.evaluations_left(self.total))
         self.work_done += tokens * (3 if graph else 1)
 
     def interrupted(self, number: int) -> Interrupted:

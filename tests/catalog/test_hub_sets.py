@@ -150,6 +150,8 @@ def test_columns_of_other_names_are_mapped(triplets):
             "?query=anchor&answer=positive",
             "found 'answer=positive'; expected FIELD=COLUMN, where FIELD is one of query, pos, neg",
         ),
+        ("?query=anchor&pos=positive&query=list", "found 'query=list'; expected FIELD=COLUMN"),
+        ("?query=anchor&pos=positive&label=a,b", "found 'label=a,b'; expected FIELD=COLUMN"),
         ("?query=anchor&pos=real",
          "row 1: column 'real' has a float; expected a text or a list of texts"),
         ("::dev?query=anchor&pos=positive", "split 'dev' not found; available: train"),

@@ -1,5 +1,7 @@
 """The average of a trained model and the encoder that its training started from."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,8 @@ from tiny_families import family_folder
 
 from contaccum import DualEncoder
 from contaccum.cli import main
-from contaccum.encoder import merge
+from contaccum.config import AdapterConfig
+from contaccum.encoder import Adapters, merge
 from contaccum.errors import InputError
 
 TEXTS = ["a fox", "the sea"]
@@ -35,9 +38,21 @@ def test_each_weight_is_the_average_of_two(tie, share, tmp_path):
     assert np.abs(other.encode_queries(TEXTS) - merged.encode_queries(TEXTS)).max() > 1e-4
 
 
-def test_another_kind_of_encoder_is_refused(tmp_path):
-    tiny_encoder(tie=True).save(tmp_path / "trained")
-    start = family_folder("distilbert", tmp_path / "start")
-    with pytest.raises(InputError, match="start: has no weight query_tower"):
-        merge(str(tmp_path / "trained"), str(tmp_path / "merged"), start=str(start))
-    assert not (tmp_path / "merged").exists()
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_start_with_other_layers_is_refused(layers, tmp_path):
+    """Also one that has all layers of the model, and more."""
+    names = [str(tmp_path / name) for name in ("trained", "merged", "start")]
+    family_folder("bert", tmp_path / "trained", num_hidden_layers=2)
+    family_folder("bert", tmp_path / "start", num_hidden_layers=layers)
+    with pytest.raises(InputError, match=r"start: has other layers than .*trained; expected the"):
+        merge(*names[:2], start=names[2])
+    assert not Path(names[1]).exists()
+
+
+def test_a_model_with_an_adapter_is_refused(tmp_path):
+    pytest.importorskip("peft")
+    family_folder("bert", tmp_path / "start")
+    adapters = Adapters(AdapterConfig(rank=2))
+    DualEncoder.load(tmp_path / "start", adapters=adapters).save(tmp_path / "trained")
+    with pytest.raises(InputError, match="trained: has an adapter; merge it first"):
+        merge(str(tmp_path / "trained"), str(tmp_path / "merged"), start=str(tmp_path / "start"))
