@@ -38,6 +38,7 @@ from contaccum.formats.readers import (
     is_low,
     kind_of_record,
     label_of,
+    unread_negatives,
 )
 from contaccum.formats.records import (
     READER_VERSION,
@@ -52,7 +53,7 @@ from contaccum.runtime.hub import hub_errors
 from contaccum.runtime.units import counted
 
 FIELDS = ("query", "pos", "neg", "query_id", "label")
-LABELS = "low_labels.json"  # number of rows with a low label or score, next to examples.jsonl
+PROBLEMS = "problems.json"  # sentences about columns that are not read, next to examples.jsonl
 Row = dict[str, Any]
 Rows = Iterable[tuple[SourceLocation, Row]]
 """Rows of a file: pairs of the location (for error messages) and the row."""
@@ -218,7 +219,8 @@ def fetch_hub(name: HubName, split: str) -> Path:
         files = found[split]
 
     def write(folder: Path) -> None:
-        irrelevant = 0
+        irrelevant = 0  # number of rows with a low label or score
+        unread: dict[str, None] = {}  # columns of the first rows that look like hard negatives
         form = None
         is_local = os.path.exists(name.repository)
         with open(folder / "examples.jsonl", "wb") as file:
@@ -233,18 +235,28 @@ def fetch_hub(name: HubName, split: str) -> Path:
                 else:
                     form = form or FORMATS[kind_of_record(row, location) or "jsonl"]
                     record = _typed(location, row, form)
+                    if number <= 1000:
+                        unread |= dict.fromkeys(unread_negatives(row, form))
                 file.write(record_line(record))
-        write_json(folder / LABELS, irrelevant)
+        problems = []
+        if unread:
+            columns = ",".join(unread)
+            problems.append(
+                f"column {columns} not read; to use hard negatives, name all columns, as in "
+                f"hub:NAME?query=COLUMN&pos=COLUMN&neg={columns}"
+            )
+        if irrelevant:
+            problems.append(
+                f"{counted(irrelevant, 'row')} with a label or score below 0.5, which count as "
+                "positive pairs. If a low value means not relevant, add &label=COLUMN to the "
+                "name, which makes these passages hard negatives."
+            )
+        write_json(folder / PROBLEMS, problems)
 
     key = [READER_VERSION, name.repository, name.configuration, name.columns, _key(files)]
     folder = cached_folder("hub", key, write)
-    if irrelevant := read_json(folder / LABELS, int):
-        warnings.warn(
-            f"{name.text}: {counted(irrelevant, 'row')} with a label or score below 0.5, which "
-            "count as positive pairs. If a low value means not relevant, add &label=COLUMN to the "
-            "name, which makes these passages hard negatives.",
-            stacklevel=2,
-        )
+    for problem in read_json(folder / PROBLEMS, list[str]):
+        warnings.warn(f"{name.text}: {problem}", stacklevel=2)
     return folder / "examples.jsonl"
 
 

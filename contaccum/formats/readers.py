@@ -258,12 +258,10 @@ def unread_fields(path: Path) -> list[str]:
     form = FORMATS[kind_of_data(path)]  # type: ignore[index]
     sentences = {}
     for _, record in islice(json_records(path, dict[str, Any], _RECORDS, ignore), 1000):
-        for name in record:
-            if name in form.__struct_fields__:
-                continue
-            if NEGATIVE_NAMES.fullmatch(name) and record[name]:
-                sentences[name] = f"field {name!r} is not read, expected {form.description}"
-            elif name in LABEL_NAMES and is_low(record[name]):
+        for name in unread_negatives(record, form):
+            sentences[name] = f"field {name!r} is not read, expected {form.description}"
+        for name in LABEL_NAMES:
+            if name not in form.__struct_fields__ and is_low(record.get(name)):
                 sentences[name] = (
                     f"field {name!r} is not read, so rows with a low {name} count as positive "
                     "pairs. If a low value means not relevant, "
@@ -271,6 +269,15 @@ def unread_fields(path: Path) -> list[str]:
                     "negatives"
                 )
     return list(sentences.values())
+
+
+def unread_negatives(record: dict[str, Any], form: type[Struct]) -> list[str]:
+    """Return the fields of a record that look like hard negatives, but are not read."""
+    return [
+        name
+        for name, value in record.items()
+        if NEGATIVE_NAMES.fullmatch(name) and value and name not in form.__struct_fields__
+    ]
 
 
 def label_of(value: Any) -> float:

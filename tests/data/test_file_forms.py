@@ -124,6 +124,18 @@ def test_a_label_decides_between_positive_and_hard_negative(tmp_path):
             check(f"hub:{path}?query=q&pos=p&label=l")
 
 
+def test_columns_that_look_like_hard_negatives_are_not_dropped_silently(tmp_path):
+    header = "query,pos,neg,negative_2\n"
+    path = write(tmp_path / "t.csv", f"{header}a,b,c,d\n")
+    for _ in range(2):  # the second time, the cache has the rows
+        with pytest.warns(UserWarning, match=r"column negative_2 not read; .*&neg=negative_2"):
+            assert open_dataset(f"hub:{path}", "train").path
+    write(path, f"{header}a,b,c,\n")  # negative control
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert open_dataset(f"hub:{path}", "train").path
+
+
 @pytest.mark.parametrize("zero", [0, "0"])
 def test_rows_with_label_0_are_warned_of_at_every_use(zero, tmp_path):
     rows = [{"sentence1": "a", "sentence2": "b", "label": label} for label in (1, zero, zero)]
