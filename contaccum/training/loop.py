@@ -574,13 +574,17 @@ class Training:
         """Save the model, and move metrics.json away if it belongs to an older one."""
         self._require_finite_weights()
         file = self.folder / "model" / SETTINGS_FILE  # has the hashes of the weights
-        before = file.read_bytes() if self.engine.is_main and file.is_file() else None
+        metrics = self.folder / run_folder.METRICS_FILE
+        old = metrics.with_name("metrics.old.json")
+        had_metrics = self.engine.is_main and metrics.is_file()
+        before = file.read_bytes() if had_metrics and file.is_file() else None
+        if had_metrics:  # before the model changes: after a kill, no model has another's metrics
+            metrics.replace(old)
         if self.engine.is_main or self.engine.sharded:
             self.encoder.save(file.parent)
-        metrics = self.folder / run_folder.METRICS_FILE
-        if self.engine.is_main and metrics.is_file() and file.read_bytes() != before:
-            old = metrics.with_name("metrics.old.json")
-            metrics.replace(old)
+        if had_metrics and file.read_bytes() == before:
+            old.replace(metrics)
+        elif had_metrics:
             self.log.say(f"{metrics}: is now {old.name}, because the model is a new one")
 
     def save(self) -> None:

@@ -17,6 +17,7 @@ from processes import python
 from tiny_families import family_folder
 
 from contaccum.config import METHOD_SPECS, to_yaml
+from contaccum.encoder import DualEncoder
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.evaluate import evaluate
 from contaccum.methods.matryoshka import MatryoshkaBank
@@ -238,6 +239,28 @@ def test_metrics_of_an_older_model_are_moved_away(data, tmp_path, capsys):
     assert not metrics.exists()
     assert (run / "metrics.old.json").read_text() == content
     assert "metrics.json: is now metrics.old.json, because" in capsys.readouterr().err
+
+
+def test_killed_save_leaves_no_metrics_of_an_older_model(data, tmp_path, monkeypatch):
+    run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.json"
+    train(train_config(data, run, **{"optim.max_steps": 2}))
+    evaluate(run, data, "train", output=metrics)
+    content = metrics.read_text()
+    save = DualEncoder.save
+
+    def killed_after(self, folder):
+        save(self, folder)
+        if folder.parent == run:
+            raise KeyboardInterrupt
+
+    changes = {"optim.max_steps": 3, "allow_changes": True, "resume": True}
+    with monkeypatch.context() as patch:
+        patch.setattr(DualEncoder, "save", killed_after)
+        with pytest.raises(KeyboardInterrupt):
+            train(train_config(data, run, **changes))
+    train(train_config(data, run, **changes))
+    assert not metrics.exists()
+    assert (run / "metrics.old.json").read_text() == content
 
 
 def test_checkpoint_of_another_bank_is_refused(data, tmp_path):
