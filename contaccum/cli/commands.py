@@ -5,7 +5,7 @@ import shlex
 import sys
 import time
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,13 @@ def _evaluate(
 
     task.check()
     if task.run is not None:
+        for given in (encoder, settings):
+            for option in fields(given):
+                value = getattr(given, option.name)
+                if option.name != "model" and value != option.default:
+                    raise InputError(
+                        f"--{option.name} {value} has no effect on --run; leave it out"
+                    )
         return _evaluate_run_file(task, policy)
     with joined(encoder.timeout_minutes) as group:
         shared: dict[str, Any] = {
@@ -148,7 +155,8 @@ def _evaluate(
         for each in sets:
             warn_of_training_data(encoder.model, each.data, each.split)
         if len(sets) > 1:
-            return render_benchmark(evaluate_benchmark(encoder, data, task.split, **shared))
+            result = evaluate_benchmark(encoder, data, task.split, **shared)
+            return render_benchmark(result, task.metric)
         data = sets[0].data if sets else data  # "scifact," names one data set
         return render_metrics(evaluate(encoder, data, task.split, **shared), task.metric)
 

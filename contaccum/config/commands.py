@@ -108,6 +108,8 @@ class QueryConfig:
         if (self.query is None) == (self.output is None):
             found = "none" if self.query is None else "both"
             raise InputError(f"search needs exactly one of --query and --output, but got {found}")
+        if self.json and self.query is None:
+            raise InputError("--json has no effect on --output; it prints the passages of --query")
 
 
 @dataclass(eq=False, repr=False)

@@ -302,6 +302,8 @@ def convert(
             stacklevel=2,
         )
         found.positives.scores.fill(np.nan)
+    if data.kind == to == "dpr":
+        warnings.warn(f"{source}: answers of questions are dropped", stacklevel=2)
     examples = tqdm(found, desc="converting", unit=" examples", disable=None)
     if to != "beir":
         return _write_examples(target, examples, to)

@@ -19,14 +19,20 @@ def passage_table(corpus: Any) -> Dataset:
     """Return passages as a table with the columns id, title and text. See ``Retriever.open``."""
     if isinstance(corpus, str | Path):
         return open_dataset(corpus).corpus
-    if isinstance(corpus, Dataset) and _is_complete(corpus):
-        return corpus  # it can be larger than memory
+    if isinstance(corpus, Dataset):
+        if corpus.format["type"] or corpus.format["columns"] != corpus.column_names:
+            corpus = corpus.with_format(None)  # plain texts, all columns
+        if _is_complete(corpus):
+            return corpus  # it can be larger than memory
     return Dataset.from_dict(dict(zip(PASSAGE_COLUMNS, columns_of(corpus, "passage"), strict=True)))
 
 
 def _is_complete(corpus: Dataset) -> bool:
     """Return whether a table has ids, titles and texts, none missing, and no id twice."""
     if any(corpus.features.get(name) != Value("string") for name in PASSAGE_COLUMNS):
+        return False
+    rows = corpus._indices  # of ``Dataset.select``; None: all rows
+    if rows is not None and pc.count_distinct(rows.column(0)).as_py() < len(corpus):
         return False
     columns = [corpus.data.column(name) for name in PASSAGE_COLUMNS]  # also of unselected rows
     unique = pc.count_distinct(columns[0]).as_py() == len(columns[0])

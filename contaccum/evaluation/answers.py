@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 from unicodedata import normalize
 
 import regex
@@ -19,6 +20,8 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
+from contaccum.config.declare import PositiveInt
+from contaccum.config.load import converted
 from contaccum.data.corpus import find_rows
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.errors import InputError
@@ -31,6 +34,7 @@ from contaccum.runtime.checks import refuse_other_file
 from contaccum.runtime.processes import ALONE, Processes
 
 CUTOFFS = (1, 5, 20, 100)
+Match = Literal["string", "regex"]
 SECONDS_PER_MATCH = 1.0  # maximum time of a pattern on one passage; some patterns would never end
 
 _TOKEN = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")
@@ -71,7 +75,7 @@ def answer_accuracy(
     run: Run,
     corpus: Dataset,
     *,
-    match: str = "string",
+    match: Match = "string",
     cutoffs: Sequence[int] = CUTOFFS,
 ) -> Metrics:
     """Compute DPR's answer accuracy of a run.
@@ -106,7 +110,7 @@ def answer_accuracy(
     return metrics_of(per_query)
 
 
-def _fingerprint(questions: Sequence[Question], corpus: Dataset, match: str) -> str:
+def _fingerprint(questions: Sequence[Question], corpus: Dataset, match: Match) -> str:
     """Return a hash of the questions, the answers, the passages and the kind of ``match``."""
     asked = [[question.text, question.answers] for question in questions]
     content = json.dumps([asked, Texts("passage", corpus).fingerprint, match])
@@ -119,7 +123,7 @@ def evaluate_questions(
     passages: str | Path,
     *,
     k: int = 100,
-    match: str = "string",
+    match: Match = "string",
     settings: SearchConfig = DEFAULTS,
     policy: DataPolicy = DEFAULT_POLICY,
     output: str | Path | None = None,
@@ -131,6 +135,8 @@ def evaluate_questions(
     cutoffs 1, 5, 20 and 100, those above k are skipped. match: see ``answer_accuracy``. output:
     file to write the metrics to. model, group, policy: see ``contaccum.search``.
     """
+    converted(Match, match, "match")
+    k = converted(PositiveInt, k, "k")
     cutoffs = [cutoff for cutoff in CUTOFFS if cutoff <= k]
     model = EncoderConfig.of(model)
     refuse_other_file(output, "metrics")

@@ -1,5 +1,6 @@
 """Evaluate a retriever on several data sets, such as BEIR, and make a table of the metrics."""
 
+import hashlib
 import os
 import sys
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from contaccum.catalog.download import FORUMS
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.evaluation.evaluate import Evaluator, evaluate
-from contaccum.evaluation.metrics import SHOWN, Metrics, average, read_metrics
+from contaccum.evaluation.metrics import Metrics, average, read_metrics, shown_metrics
 from contaccum.retrieval.encode import Texts, load_encoder_of
 from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, index_settings
 from contaccum.retrieval.shards import require_origin
@@ -142,9 +143,8 @@ def evaluate_benchmark(
             if file is not None and group.is_main:
                 write_json(file, {**scored_with, **metrics})
         if group.is_main:  # the table comes last, and a later set may fail
-            means = [
-                f"{name} {metrics['mean'][name]:.4f}" for name in SHOWN if name in metrics["mean"]
-            ]
+            mean = metrics["mean"]
+            means = [f"{name} {mean[name]:.4f}" for name in shown_metrics(mean)]
             print(f"{benchmark_set.data}: {', '.join(means)}", file=sys.stderr, flush=True)
         rows.setdefault(benchmark_set.row, []).append(metrics)
     result = {**shared, **benchmark_means(rows)}
@@ -156,6 +156,8 @@ def evaluate_benchmark(
 def file_name(data: str) -> str:
     """Return a file name for a data set that no other data set has: a/b and a-b differ."""
     name = quote(data, safe="")
+    if len(name) > 200:  # file systems allow 255 bytes
+        name = f"{name[:160]}{hashlib.sha256(data.encode()).hexdigest()[:32]}"
     # benchmark.json is the table, and a folder cannot be named . or ..
     return f"{name}%" if name in ("benchmark", ".", "..") else name
 

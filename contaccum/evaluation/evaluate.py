@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from contaccum.config import CUTOFFS
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
+from contaccum.config.declare import PositiveInt
+from contaccum.config.load import converted
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.errors import InputError
@@ -47,6 +49,8 @@ def evaluate(
     the library BEIR instead of ours. Raises InputError for an option that ``beir`` does not
     support.
     """
+    converted(Evaluator, evaluator, "evaluator")
+    k = converted(PositiveInt, k, "k")
     cutoffs = [cutoff for cutoff in CUTOFFS if cutoff <= k]
     name = model if isinstance(model, str | Path) else getattr(model, "model", None)
     refuse_other_file(output, "metrics")

@@ -223,9 +223,22 @@ def render_metrics(metrics: Metrics, metric: str = "ndcg@10") -> str:
     return "\n".join([header, *rows, last_line])
 
 
-def render_benchmark(result: Mapping[str, Any]) -> str:
+def shown_metrics(mean: Mapping[str, float], metric: str = "ndcg@10") -> list[str]:
+    """Return the metrics to show of those in ``mean``: ``metric``, if it is another one, and SHOWN.
+
+    If a cutoff of SHOWN was not computed, the next smaller one is shown.
+    """
+    names = [metric] if metric in mean else []
+    for name in SHOWN:
+        measure, most = name.split("@")
+        cutoffs = [int(each.split("@")[1]) for each in mean if each.startswith(f"{measure}@")]
+        names += [f"{measure}@{max(cutoff for cutoff in cutoffs if cutoff <= int(most))}"]
+    return list(dict.fromkeys(names))
+
+
+def render_benchmark(result: Mapping[str, Any], metric: str = "ndcg@10") -> str:
     """Return the benchmark table as text. The last rows show the means over the other rows."""
-    names = [name for name in SHOWN if name in result["mean"]]
+    names = shown_metrics(result["mean"], metric)
     rows = {**result["rows"], "mean": result["mean"]}
     if "mean_without_msmarco" in result:
         rows["without msmarco"] = result["mean_without_msmarco"]

@@ -52,10 +52,12 @@ def id_text_lines(
 ) -> Iterator[tuple[SourceLocation, str, str]]:
     """Yield the location, the id and the text of each line of a file of MS MARCO.
 
-    These files have no header, and quotation marks are part of the text.
+    These files have no header, but one is skipped. Quotation marks are part of the text.
     """
-    for location, line in numbered_lines(path, on_error=on_error):
+    for number, (location, line) in enumerate(numbered_lines(path, on_error=on_error)):
         cells = line.split("\t")
+        if number == 0 and cells[0].strip().lower() in _ID_COLUMNS:
+            continue
         if len(cells) != 2 or cells[0].split() != [cells[0]]:
             on_error(
                 location.error(

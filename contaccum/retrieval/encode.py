@@ -15,13 +15,14 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from datasets import Dataset
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
+from contaccum.config.load import converted
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.train_set import TrainSet
 from contaccum.errors import InputError
@@ -36,6 +37,7 @@ from contaccum.retrieval.shards import (
     finished_shards,
     refuse_infinite,
     saved_precision,
+    started_format,
     write_manifest,
     write_shard,
 )
@@ -198,7 +200,7 @@ def passage_vectors(
     texts = Texts("passage", corpus)
     if settings.embeddings is not None:
         fingerprint = encoder.fingerprint(texts.kind, settings.batch_tokens)
-        # a finished folder is used with any shard size and dtype
+        # a folder is used, and continued, with any shard size, dtype and format
         if not (Path(settings.embeddings) / MANIFEST).is_file():
             encode_texts(
                 encoder,
@@ -207,6 +209,7 @@ def passage_vectors(
                 group,
                 batch_tokens=settings.batch_tokens,
                 fingerprint=fingerprint,
+                **started_format(settings.embeddings),
             )
         group.barrier()
         folder = ShardFolder(
@@ -418,6 +421,7 @@ def encode(
         raise InputError(
             f"text needs format parquet, but format is {format}; npy shards have no texts"
         )
+    converted(Literal["passage", "query"] | None, kind, "kind")
     if isinstance(model, str | Path):
         model = EncoderConfig.of(model)
     for each in (source, getattr(model, "model", "")):

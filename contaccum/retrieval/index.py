@@ -1,5 +1,6 @@
 """Build, save, load and search faiss indexes, on the CPU or on GPUs."""
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -76,7 +77,12 @@ class Index:
         """
         faiss = load_faiss()
         factory = origin.factory
-        rows, dimension = count_rows(shards), shards[0].vectors.shape[1]
+        rows = count_rows(shards)
+        if not rows:
+            raise InputError(f"index {factory!r}: there are no passages; expected at least one")
+        if re.search(r"(HNSW|NSG)0(\D|$)", factory):  # faiss would end the process
+            raise InputError(f"index {factory!r}: has no links; use another index, such as HNSW32")
+        dimension = shards[0].vectors.shape[1]
         problem = f"index {factory!r}: faiss cannot build it for {counted(rows, 'passage')}"
         with library_errors(problem, RuntimeError, MemoryError, reason=reason_of):
             index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
@@ -88,9 +94,9 @@ class Index:
                 for vectors in row_blocks(shards, np.float32):
                     index.add(vectors)
                     bar.update(len(vectors))
+            queries = np.ascontiguousarray(shards[0].vectors[:8], dtype=np.float32)
+            scores, found = index.search(queries, min(10, rows))
         # some indexes, such as HNSW8,PQ4, sort by distance: the worst passages would come first
-        queries = np.ascontiguousarray(shards[0].vectors[:8], dtype=np.float32)
-        scores, found = index.search(queries, min(10, rows))
         scores = np.where(found >= 0, scores, -np.inf)
         if (scores[:, :-1] < scores[:, 1:]).any():
             raise InputError(

@@ -17,6 +17,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, SearchConfig
+from contaccum.config.load import converted
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.identity import text_hash
 from contaccum.errors import InputError
@@ -210,11 +211,16 @@ def mine(
     if isinstance(model, str | Path):
         model = EncoderConfig.of(model)
     name = getattr(model, "model", None)
-    if Path(output).exists():
-        raise InputError(f"{output}: exists already; choose a new path")
+    converted(TrainingKind, to, "to")
+    for path in (Path(output), about_path(output)):
+        if path.exists():
+            raise InputError(f"{path}: exists already; choose a new path for the output")
     with group.main_first():
         passages = open_dataset(corpus, policy=policy).corpus if corpus else None
-        queries = MiningQueries(open_dataset(data, split, policy).examples(), passages)
+        opened = open_dataset(data, split, policy)
+        queries = MiningQueries(opened.examples(), passages)
+    if opened.kind == to == "dpr" and group.is_main:
+        warnings.warn(f"{data}: answers of questions are dropped", stacklevel=2)
     encoder: DualEncoder | None = None
     if name != BM25_NAME:
         settings.check(group.world)

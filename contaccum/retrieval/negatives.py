@@ -11,7 +11,7 @@ from contaccum.data.examples import ExampleTable
 from contaccum.data.identity import text_hash
 from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
 from contaccum.errors import InputError, library_errors, require
-from contaccum.formats.records import Example, Passage
+from contaccum.formats.records import Example, Passage, is_blank
 
 
 class MiningQueries:
@@ -36,7 +36,7 @@ class MiningQueries:
             forbidden = self._forbidden.setdefault(query, {query})
             for passage in example.positives:
                 positives.add(text_hash(passage.content))
-                forbidden |= {text_hash(passage.content), text_hash(passage.text)}
+                forbidden |= _text_hashes(passage)
 
         # hash of a forbidden text -> rows of the passages with this text, with or without a title
         self._rows: dict[int, list[int]] = {
@@ -46,10 +46,9 @@ class MiningQueries:
         row = 0
         for batch in column_batches(self.corpus, PASSAGE_COLUMNS):
             for passage in Passage.of_columns(batch):
+                for text in _text_hashes(passage) & self._rows.keys():
+                    self._rows[text].append(row)
                 content = text_hash(passage.content)
-                for text in {content, text_hash(passage.text)}:
-                    if text in self._rows:
-                        self._rows[text].append(row)
                 if content in positives:
                     self._row_of.setdefault(content, row)
                 row += 1
@@ -81,6 +80,12 @@ class MiningQueries:
         """
         forbidden = self._forbidden[text_hash(example.query.text)]
         return {row for text in forbidden for row in self._rows[text]}
+
+
+def _text_hashes(passage: Passage) -> set[int]:
+    """Return the hashes of a passage's text with its title and, if it has a text, without."""
+    with_title = text_hash(passage.content)
+    return {with_title} if is_blank(passage.text) else {with_title, text_hash(passage.text)}
 
 
 class Selection(NamedTuple):

@@ -68,7 +68,9 @@ STOP_WORDS = {
 }  # fmt: skip
 """Lucene's English stop words."""
 DEFAULTS = SearchConfig()
-_OF_ENCODER = (*ENCODER_SETTINGS, "truncate_dim")  # settings that bm25 does not use
+# settings that bm25 does not use
+_OF_ENCODER = (*ENCODER_SETTINGS, "truncate_dim", "precision")
+_OF_VECTORS = ("embeddings", "factory", "index_dir", "backend", "search_params")
 
 
 class Retriever(ABC):
@@ -105,7 +107,7 @@ class Retriever(ABC):
         if isinstance(model, EncoderConfig):
             if model.model == BM25_NAME:
                 refuse_unused(model, EncoderConfig(BM25_NAME), _OF_ENCODER)
-                refuse_unused(settings, DEFAULTS, ("embeddings", "factory", "index_dir"))
+                refuse_unused(settings, DEFAULTS, _OF_VECTORS)
                 return BM25(table, extra)
             settings.check(group.world)  # before the slow loading
         folders = (settings.index_dir, settings.embeddings)

@@ -20,6 +20,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from contaccum.errors import InputError
+from contaccum.runtime.cache import file_key
 from contaccum.runtime.files import read_json, sha256_of, whole_file, write_json, write_text
 from contaccum.runtime.processes import PRECISIONS
 from contaccum.runtime.units import counted
@@ -61,7 +62,9 @@ class EncodingJob:
     text: bool = False  # whether the shards contain the texts, too; only parquet can contain them
 
     def __post_init__(self) -> None:
-        """Raise InputError for an unknown dtype or format."""
+        """Raise InputError for an unknown dtype or format, or a shard size below 1."""
+        if self.shard_size < 1:
+            raise InputError(f"shard_size is {self.shard_size}, expected at least 1")
         if self.dtype not in DTYPES or self.format not in EXTENSIONS:
             raise InputError(
                 f"dtype is {self.dtype!r} and format is {self.format!r}; expected "
@@ -131,6 +134,17 @@ def finished_shards(folder: Path, job: EncodingJob) -> dict[int, ShardRecord]:
     return finished
 
 
+def started_format(folder: str | Path) -> dict[str, Any]:
+    """Return how a folder's shards are written, as arguments of ``encode_texts``.
+
+    Return {} if the folder has no finished shard.
+    """
+    for path in Path(folder).glob("*.shard.json"):
+        job = read_json(path, _RecordFile, version=VERSION).job
+        return {name: getattr(job, name) for name in ("shard_size", "dtype", "format", "text")}
+    return {}
+
+
 def saved_precision(folder: str | Path) -> str | None:
     """Return the precision of the vectors or the index in a folder, or None if there are none."""
     for path in (Path(folder) / MANIFEST, *Path(folder).glob("*.shard.json")):
@@ -183,13 +197,22 @@ def write_shard(folder: Path, number: int, job: EncodingJob, shard: Shard) -> No
     write_json(folder / f"{number:05d}.shard.json", {"format_version": VERSION, **asdict(record)})
 
 
+_hashes: dict[tuple[Any, ...], str] = {}  # key of a file, see ``file_key`` -> its SHA-256
+
+
 def damage(folder: Path, record: ShardRecord) -> str | None:
-    """Return a sentence about a shard's first missing or damaged file, or None."""
+    """Return a sentence about a shard's first missing or damaged file, or None.
+
+    A process reads a file only once to compute its hash.
+    """
     for name, digest in record.sha256.items():
         path = folder / name
         if not path.is_file():
             return f"{path} is missing"
-        if sha256_of(path) != digest:
+        key = tuple(file_key(path))
+        if key not in _hashes:
+            _hashes[key] = sha256_of(path)
+        if _hashes[key] != digest:
             return f"{path} is damaged: its SHA-256 differs from the recorded SHA-256"
     return None
 
@@ -239,7 +262,6 @@ class ShardFolder(Sequence[Shard]):
         require_origin(path, asdict(self.job), {"encoder": encoder, "source": source})
         count = len(self._records)
         self._numbers = range(count * rank // world, count * (rank + 1) // world)
-        self._checked: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -259,12 +281,10 @@ class ShardFolder(Sequence[Shard]):
 
     def __getitem__(self, index: int) -> Shard:  # type: ignore[override]
         number = self._numbers[index]
-        if number not in self._checked:
-            if fault := damage(self.folder, self._records[number]):
-                raise InputError(
-                    f"{fault}. Run `contaccum encode` again to repair it, or delete the folder."
-                )
-            self._checked.add(number)
+        if fault := damage(self.folder, self._records[number]):
+            raise InputError(
+                f"{fault}. Run `contaccum encode` again to repair it, or delete the folder."
+            )
         paths = [self.folder / name for name in self.job.files(number)]
         if self.job.format == "npy":
             vectors = np.load(paths[0], mmap_mode="r", allow_pickle=False)

@@ -49,6 +49,21 @@ def test_tables_of_another_version_are_built_again_in_silence(kind, tmp_path, mo
     assert len(list(folder.parent.iterdir())) == 2
 
 
+@pytest.mark.parametrize("kind", ["corpus", "examples"])
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_tables_without_a_file_are_built_again(damage, kind, tmp_path):
+    """Scratch disks delete old files, but not folders."""
+    folder = opened(tmp_path, kind)
+    file = folder / "passages.arrow"
+    content = file.read_bytes()
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(content[: len(content) // 2])
+    reread(tmp_path, kind)
+    assert file.read_bytes() == content
+
+
 def test_a_file_of_equal_size_and_modification_time_is_read_again(tmp_path):
     """As rsync -t, tar and cp -p write it."""
     path = tmp_path / "pairs.jsonl"

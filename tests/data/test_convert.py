@@ -227,6 +227,17 @@ def test_teacher_scores_stay_with_their_passages(tmp_path):
     assert b'"neg_scores":[0.1,-30000000000.0]' in (tmp_path / "jsonl").read_bytes()
 
 
+def test_dropped_answers_give_a_warning(tmp_path):
+    record = {
+        "question": "how long",
+        "answers": ["two days"],
+        "positive_ctxs": [{"title": "", "text": "It takes two days."}],
+    }
+    (tmp_path / "d.json").write_text(json.dumps([record]))
+    with pytest.warns(UserWarning, match=r"d\.json: answers of questions are dropped"):
+        convert(tmp_path / "d.json", tmp_path / "new.json", "dpr")
+
+
 @pytest.mark.parametrize("form", ["beir", "dpr"])
 def test_dropped_teacher_scores_give_one_warning(form, tmp_path):
     source = scored_lines(tmp_path)

@@ -55,6 +55,14 @@ def test_tables_of_two_columns_are_told_apart(name, content, kind, tmp_path):
     assert check(path)["kind"] == kind
 
 
+@pytest.mark.parametrize("header", ["id\ttext\n", "pid\tpassage\n"])
+def test_a_header_is_no_passage(header):
+    Path("collection.tsv").write_text(header + lines(PASSAGES))
+    Path("queries.tsv").write_text("qid\tquery\n" + lines(QUERIES))
+    assert open_corpus("collection.tsv")["id"][:] == list(PASSAGES)
+    assert open_queries("queries.tsv") == QUERIES
+
+
 def test_texts_are_read_as_they_are():
     corpus = open_corpus("collection.tsv")
     assert dict(zip(corpus["id"], corpus["text"], strict=True)) == PASSAGES

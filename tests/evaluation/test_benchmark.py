@@ -16,7 +16,7 @@ from contaccum.catalog.download import FORUMS
 from contaccum.cli import main
 from contaccum.config.commands import EncoderConfig, SearchConfig
 from contaccum.errors import InputError
-from contaccum.evaluation.benchmark import BEIR, benchmark_sets
+from contaccum.evaluation.benchmark import BEIR, benchmark_sets, file_name
 from contaccum.evaluation.metrics import evaluate_run
 from contaccum.experiments.report import console_report
 from contaccum.retrieval.runs import read_run, write_run
@@ -74,6 +74,42 @@ def test_several_folders_are_rows_and_their_mean(tmp_path, capsys):
     qrels.write_text(qrels.read_text().replace("q0\tp0\t1", "q0\tp1\t1"))
     assert main(call) == 2
     assert "other data or settings (test_content" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "header"),
+    [
+        (["--k", "5"], ["ndcg@5", "recall@5", "mrr@5", "map@5"]),
+        (["--metric", "recall@20"], ["recall@20", "ndcg@10", "recall@100", "mrr@10", "map@100"]),
+    ],
+)
+def test_a_table_shows_the_metric_and_small_cutoffs(options, header, tmp_path, capsys):
+    folders = [str(harder(tmp_path / name, size)) for name, size in (("a", 20), ("b", 25))]
+    assert main(["evaluate", "--model", "bm25", "--data", ",".join(folders), *options]) == 0
+    out, err = capsys.readouterr()
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == [*header, "queries"]
+    expected = evaluate("bm25", folders[0], k=5 if "--k" in options else 100)["mean"]
+    assert lines[1][1:-1] == [f"{expected[name]:.4f}" for name in header]
+    assert f"{folders[0]}: ndcg@" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"evaluator": "BEIR"}, "evaluator is 'BEIR', expected {contaccum,beir}"),
+        ({"k": 0}, "k is 0, expected"),
+    ],
+)
+def test_wrong_options_of_evaluate_are_refused(options, message, tmp_path):
+    with pytest.raises(InputError, match=re.escape(message)):
+        evaluate("bm25", harder(tmp_path / "d", 20), **options)
+
+
+def test_a_long_name_of_a_data_set_has_a_short_file_name():
+    names = {file_name("hub:" + 60 * "検" + end) for end in "ab"}
+    assert len(names) == 2
+    assert max(map(len, names)) <= 200
 
 
 def test_sets_whose_names_differ_only_in_a_slash_have_their_own_files(

@@ -1,6 +1,7 @@
 """Encoding into shards: what is written, what is made again, what is refused."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +17,15 @@ from helpers import tiny_encoder
 from word_encoder import WordEncoder
 
 from contaccum import DualEncoder
+from contaccum.config.commands import SearchConfig
 from contaccum.errors import InputError
-from contaccum.retrieval.encode import Texts, encode, encode_in_memory, encode_texts
+from contaccum.retrieval.encode import (
+    Texts,
+    encode,
+    encode_in_memory,
+    encode_texts,
+    passage_vectors,
+)
 from contaccum.retrieval.shards import ShardFolder
 from contaccum.runtime.files import read_json, sha256_of, write_json
 from contaccum.runtime.processes import Processes
@@ -172,6 +180,50 @@ def test_a_damaged_shard_is_refused_by_the_reader_and_made_again_by_the_writer(
         encode_texts(encoder, passages(), folder, **form)
     assert encoder.seen == 10
     assert bytes_of(folder) == before
+
+
+def test_a_search_continues_an_unfinished_folder_in_its_own_format(tmp_path):
+    encode_texts(
+        WordEncoder(), passages(), tmp_path / "e", shard_size=10, dtype="float16", format="parquet"
+    )
+    before = bytes_of(tmp_path / "e")
+    for name in ("manifest.json", "00001.shard.json"):
+        (tmp_path / "e" / name).unlink()
+    settings = SearchConfig(embeddings=str(tmp_path / "e"))
+    encoder = WordEncoder()
+    shards, _ = passage_vectors(encoder, corpus(), settings)
+    assert encoder.seen == 10
+    assert [len(shard.ids) for shard in shards] == [10, 10, 5]
+    assert bytes_of(tmp_path / "e") == before
+
+
+def test_each_file_is_hashed_once_in_a_process(tmp_path, monkeypatch):
+    read = []
+
+    def counted_hash(path):
+        read.append(path)
+        return sha256_of(path)
+
+    encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10)
+    monkeypatch.setattr("contaccum.retrieval.shards.sha256_of", counted_hash)
+    for _ in range(2):
+        encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10)
+        assert len(all_rows(ShardFolder(tmp_path / "e"))[0]) == ROWS
+    assert len(read) == len(set(read)) == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "passages"}, "kind is 'passages', expected {passage,query}; did you mean passag"),
+        ({"shard_size": -1}, "shard_size is -1, expected at least 1"),
+    ],
+)
+def test_wrong_options_of_encode_are_refused(options, message, tmp_path):
+    (tmp_path / "corpus.jsonl").write_text('{"_id": "a", "text": "b"}\n')
+    with pytest.raises(InputError, match=re.escape(message)):
+        encode(WordEncoder(), tmp_path / "corpus.jsonl", tmp_path / "e", **options)
+    assert not (tmp_path / "e" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize(

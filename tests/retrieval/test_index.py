@@ -95,6 +95,21 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.parametrize(
+    ("factory", "rows", "sentence"),
+    [
+        ("HNSW0", 200, "has no links"),  # ends the process in faiss
+        ("IVF0,Flat", 200, "faiss cannot build it"),
+        ("HNSW8", 0, "there are no passages"),
+    ],
+)
+def test_an_index_that_cannot_be_is_refused(factory, rows, sentence):
+    vectors = np.random.default_rng(0).standard_normal((rows, 16), dtype=np.float32)
+    given = [Shard([str(row) for row in range(rows)], vectors)] if rows else []
+    with pytest.raises(InputError, match=f"index '{factory}': {sentence}"):
+        Index.build(given, Origin(factory))
+
+
 WITHOUT_FAISS = """
 import sys
 sys.modules["faiss"] = None  # import faiss now fails as if it were not installed

@@ -480,6 +480,27 @@ def test_copies_of_a_positive_are_no_negatives_whatever_their_ids_and_titles(tmp
     assert report["removed"]["same text"] == 2  # 9 is the positive itself
 
 
+def test_a_title_only_positive_forbids_only_its_own_copies(tmp_path):
+    """Corpora such as TREC-COVID's have passages with a title and no text."""
+    record = {"query": "fox", "pos": ["The fox"], "pos_id": ["1"]}
+    (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
+    titles = {"1": "The fox", "2": "Another fox", "3": "The fox", "4": "A third fox"}
+    with (tmp_path / "corpus.jsonl").open("w") as file:
+        for key, title in titles.items():
+            file.write(json.dumps({"_id": key, "title": title, "text": ""}) + "\n")
+    with pytest.warns(UserWarning, match="4 passages without text"):
+        corpus = open_corpus(tmp_path / "corpus.jsonl", repair=True)
+    queries = MiningQueries(open_examples(tmp_path / "data.jsonl"), corpus)
+    (row,) = mined(queries, dense(queries), tmp_path, num_negatives=5, range_max=5)
+    assert sorted(row["neg_id"]) == ["2", "4"]
+
+
+def test_the_report_of_another_file_is_not_replaced(data, tmp_path):
+    mine("bm25", data, tmp_path / "mined.jsonl")
+    with pytest.raises(InputError, match=r"mined\.about\.json: exists already"):
+        mine("bm25", data, tmp_path / "mined.json", to="dpr")
+
+
 def test_the_report_names_the_search_settings_that_can_change_the_negatives(data, models, tmp_path):
     encoder = EncoderConfig(str(models / "encoder"), device="cpu")
     index = {"factory": "IVF4,Flat", "search_params": "nprobe=1"}
@@ -503,6 +524,9 @@ def test_the_report_names_the_search_settings_that_can_change_the_negatives(data
         (["--range_min", "98"], "expected at least range_min + num_negatives = 103"),
         (["--pooling", "cls"], "pooling 'cls' needs an encoder, and bm25 has none"),
         (["--factory", "HNSW32"], "factory 'HNSW32' needs an encoder, and bm25 has none"),
+        (["--search_params", "nprobe=9"], "search_params 'nprobe=9' needs an encoder"),
+        (["--backend", "faiss"], "backend 'faiss' needs an encoder"),
+        (["--precision", "bf16"], "precision 'bf16' needs an encoder"),
         (["--cross_encoder", "./absent"], "./absent: cannot be loaded as a cross-encoder"),
     ],
 )  # fmt: skip

@@ -48,6 +48,10 @@ def test_a_complete_table_is_not_copied():
     assert passage_table(table) is table
     part = table.select([0, 2])
     assert passage_table(part) is part
+    with pytest.raises(InputError, match="id '8' is used 2 times"):
+        passage_table(table.select([1, 0, 1]))
+    for formatted in (table.with_format("arrow"), table.with_format(None, columns=["text"])):
+        assert passage_table(formatted)[:] == columns
     for other in ({"id": NUMBERS}, {"title": [None, "", ""]}):
         assert passage_table(Dataset.from_dict(columns | other))[:] == columns
 
