@@ -134,6 +134,53 @@ def test_numbers_are_read_as_people_write_them(written, capsys):
     ]
 
 
+def test_whole_numbers_have_no_other_bases(written, capsys):
+    """YAML 1.1 would read 010 as 8, and 1:30 as 90."""
+    assert printed(capsys, "--seed", "010")["seed"] == 10
+    assert printed(capsys, "--config", written("seed: 0012\n"))["seed"] == 12
+    for option, value in (("--optim.warmup_steps", "1:30"), ("--optim.epochs", ".inf")):
+        assert main(["train", option, value, "--print_config"]) == 2
+        assert f"{option} is " in capsys.readouterr().err
+    assert main(["train", "--seed", str(2**70), "--print_config"]) == 2
+    assert "expected a finite number below 2**63" in capsys.readouterr().err
+
+
+def test_a_setting_in_a_group_and_by_its_full_name_is_a_duplicate(written, capsys):
+    file = written("optim: {learning_rate: 1e-3}\noptim.learning_rate: 2e-3\n")
+    assert main(["train", "--config", file, "--print_config"]) == 2
+    assert "optim.learning_rate is set twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ([], {"micro_batch_size": "auto", "micro_batch_tokens": 2048}),
+        (["--method", "grad_accum"], {"micro_batch_size": "auto", "micro_batch_tokens": None}),
+        (
+            ["--batch.micro_batch_size", "4"],
+            {"micro_batch_size": 4, "micro_batch_tokens": None},
+        ),
+        (
+            ["--method", "grad_accum", "--batch.micro_batch_tokens", "512"],
+            {"micro_batch_size": "auto", "micro_batch_tokens": 512},
+        ),
+    ],
+)
+def test_what_a_run_chose_gives_way_to_later_settings(options, kept, written, capsys):
+    """The config.yaml of a run, which has its choices for auto, may be the start of another run."""
+    file = written(
+        "method: grad_cache\nbatch: {micro_batch_size: auto, micro_batch_tokens: 2048}\n"
+    )
+    batch = printed(capsys, "--config", file, *options)["batch"]
+    assert {name: batch[name] for name in kept} == kept
+
+
+def test_attention_that_needs_padding_gives_padding(written, capsys):
+    file = written("model: {unpad: true}\n")
+    found = printed(capsys, "--config", file, "--model.attention", "eager")["model"]
+    assert (found["attention"], found["unpad"]) == ("eager", "auto")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

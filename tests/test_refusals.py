@@ -418,6 +418,7 @@ OUTPUTS: list[tuple[str, str]] = [
     (f"evaluate {BM25} --output run.trec", "run.trec: exists and is not a file of metrics"),
     (f"{TO_EVALUATE_A_RUN} --output pairs.jsonl", "pairs.jsonl: exists and is not a file of met"),
     ("report r --html pairs.jsonl", "pairs.jsonl: exists and is not a report"),
+    ("plan --config config.yaml --output pairs.jsonl", "pairs.jsonl: exists and is not a plan"),
     ("mine --model bm25 --data pairs.jsonl --output pairs.jsonl",
      "pairs.jsonl: exists already; choose a new path for the output"),
     ("data convert d d --to beir --split test", "d: already exists; choose a new path"),
@@ -846,7 +847,8 @@ def test_a_hostile_manifest_is_refused(text):
         ShardFolder(Path("shards"))
     with pytest.raises(InputError, match=r"manifest\.json"):
         Index.load(Path("index"))
-    assert newest_checkpoint(Path("run")) is None
+    with pytest.raises(InputError, match="checkpoints: all checkpoints are damaged"):
+        newest_checkpoint(Path("run"))
 
 
 # names that are no paths, and secrets

@@ -219,6 +219,7 @@ def fetch_hub(name: HubName, split: str) -> Path:
         files = found[split]
 
     def write(folder: Path) -> None:
+        number = 0  # of the current row
         irrelevant = 0  # number of rows with a low label or score
         unread: dict[str, None] = {}  # columns of the first rows that look like hard negatives
         form = None
@@ -238,6 +239,8 @@ def fetch_hub(name: HubName, split: str) -> Path:
                     if number <= 1000:
                         unread |= dict.fromkeys(unread_negatives(row, form))
                 file.write(record_line(record))
+        if not number:
+            raise InputError(f"{name.text}: has no rows; it needs at least one")
         problems = []
         if unread:
             columns = ",".join(unread)

@@ -72,6 +72,7 @@ def load(
                     f"{shown(method.value)}; give --replay.share {share.value} to use it",
                     stacklevel=2,
                 )
+        _drop_choices(source, given)
         given |= source
     refuse_unknown(given, known)
     built = [_build(kind, given) for kind in kinds]
@@ -83,6 +84,22 @@ def load(
         method = built[0].method
         warnings.warn(f"{', '.join(bank)}: no effect with method {method}", stacklevel=2)
     return built
+
+
+def _drop_choices(source: Mapping[str, Given], given: dict[str, Given]) -> None:
+    """Remove values of ``given`` that a run chose and that settings of ``source`` contradict.
+
+    The config.yaml of a run has what was chosen for ``auto``, and may be the start of another run.
+    """
+    size, tokens = "batch.micro_batch_size", "batch.micro_batch_tokens"
+    chosen = size in given and given[size].value == "auto"
+    before, method = given.get("method"), source.get("method")
+    other_method = before and method and before.value != method.value
+    if (size in source or (chosen and other_method)) and tokens not in source:
+        given.pop(tokens, None)
+    attention = source.get("model.attention")
+    if attention and attention.value in ("eager", "sdpa") and "model.unpad" not in source:
+        given.pop("model.unpad", None)
 
 
 def settings_of(kind: Any) -> dict[str, Field]:
@@ -223,6 +240,8 @@ def converted(kind: Any, value: Any, where: str) -> Any:
         value = os.fspath(value)
     elif hasattr(value, "tolist"):  # a number or an array of NumPy or torch
         value = value.tolist()
+    if isinstance(value, int | float) and not abs(value) < 2**63:  # also NaN
+        raise InputError(f"{where} is {value}, expected a finite number below 2**63")
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -324,11 +343,15 @@ def _value(declared: Field, name: str, text: str) -> Any:
 # YAML files
 
 
+_OWN = ("timestamp", "int", "float")
+"""Types that YAML 1.1 reads in unusual ways: 010 is 8, 1:30 is 90, and 1e-3 is a text."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Safe loader that refuses duplicate keys, reads 1e-3 as a number, and dates as texts."""
+    """Safe loader that refuses duplicate keys, reads numbers as people do, and dates as texts."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in _OWN]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -342,12 +365,21 @@ class _Loader(yaml.SafeLoader):
             lines[name] = line
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        return int(self.construct_scalar(node))
 
-# YAML 1.1 reads 1e-3 as a text, because it has no decimal point
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"[-+]?[0-9][0-9_]*$"), list("-+0123456789")
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
+    re.compile(
+        r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$"
+        r"|\.(nan|NaN|NAN)$"
+    ),
+    list("-+0123456789."),
 )
 
 
@@ -370,7 +402,16 @@ def read_config_file(path: str) -> dict[str, Given]:
 
     A setting is written ``group: {name: value}`` or ``group.name: value``.
     """
-    values = flat(read_yaml(path))
+    content = read_yaml(path)
+    values = flat(content)
+    grouped = {
+        f"{group}.{name}"
+        for group, inner in content.items()
+        if isinstance(inner, Mapping)
+        for name in inner
+    }
+    if twice := grouped & content.keys():
+        raise InputError(f"{path}: {min(twice)} is set twice, in its group and by its full name")
     found = {name: Given(value, f"{path}: {name}") for name, value in values.items()}
     if version := found.pop("format_version", None):
         check_version(*version)

@@ -35,7 +35,7 @@ from contaccum.data.corpus import (
     read_query_texts,
 )
 from contaccum.data.dataset import DEFAULT_POLICY, RetrievalDataset, open_dataset
-from contaccum.data.examples import ExampleTable, build_examples
+from contaccum.data.examples import ExampleTable, build_examples, with_name
 from contaccum.data.identity import text_hash
 from contaccum.data.retrieval_set import (
     JudgedSplit,
@@ -86,8 +86,8 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
     if len(errors) < 2:
         raise first
     # the name that the user gave, instead of the path in the cache
-    path, name = str(data.path), str(data.name)
-    sentences = [str(error).replace(path, name) for error in errors[:MOST_ERRORS]]
+    name = str(data.name)
+    sentences = [with_name(str(error), data.path, name) for error in errors[:MOST_ERRORS]]
     count = f"{data.name}: {len(errors)} errors"
     if len(errors) > MOST_ERRORS:
         count += f"; the first {MOST_ERRORS}:"
@@ -302,6 +302,12 @@ def convert(
             stacklevel=2,
         )
         found.positives.scores.fill(np.nan)
+    elif half := found.half_scored:
+        warnings.warn(
+            f"{source}: teacher scores of {counted(half, 'query')} are dropped, because some of "
+            "the passages have none",
+            stacklevel=2,
+        )
     if data.kind == to == "dpr":
         warnings.warn(f"{source}: answers of questions are dropped", stacklevel=2)
     examples = tqdm(found, desc="converting", unit=" examples", disable=None)

@@ -7,6 +7,7 @@ the cache. Later calls map these tables into memory.
 
 import math
 import os
+import re
 import warnings
 from array import array
 from collections.abc import Iterator
@@ -132,6 +133,18 @@ class ExampleTable:
             self, queries=Dataset.from_dict({"id": ids, "text": self.queries["text"][:]})
         )
 
+    @property
+    def half_scored(self) -> int:
+        """Number of queries of which some positives and hard negatives have a score, and some not.
+
+        Iteration yields them without scores.
+        """
+        missing = np.zeros(len(self.positives.lengths), dtype=int)
+        for lists in (self.positives, self.negatives):
+            np.add.at(missing, lists.owners[np.isnan(lists.scores)], 1)
+        texts = self.positives.lengths + self.negatives.lengths
+        return int(np.count_nonzero((missing > 0) & (missing < texts)))
+
     def part(self, start: int, stop: int) -> Iterator[Example]:
         """Yield examples ``start`` to ``stop - 1``, counting only examples with a positive."""
         kept = np.flatnonzero(self.positives.lengths)[start:stop]
@@ -153,6 +166,17 @@ class ExampleTable:
                 yield Example(Query(key, text), positives, negatives, others, teacher)
 
 
+def with_name(message: str, path: Path, name: str) -> str:
+    """Return a message with the name that the user gave for ``path``, which may be in the cache.
+
+    A line of a file in the cache is a row of the data set.
+    """
+    if str(path) == name:
+        return message
+    with_rows = re.sub(rf"{re.escape(str(path))}:(?=\d)", lambda _: f"{name}, row ", message)
+    return with_rows.replace(str(path), name)
+
+
 def load_examples(path: Path, policy: DataPolicy, name: str) -> ExampleTable:
     """Open a file of training examples: DPR JSON, JSONL of query, pos and neg, or Tevatron JSONL.
 
@@ -165,7 +189,7 @@ def load_examples(path: Path, policy: DataPolicy, name: str) -> ExampleTable:
     """
 
     def named(message: str) -> str:
-        return message.replace(str(path), name)
+        return with_name(message, path, name)
 
     if not os.path.isfile(path):
         raise InputError(f"{path}: no such file or folder")

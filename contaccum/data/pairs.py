@@ -39,7 +39,8 @@ def pairs_file(pairs: Any) -> Path:
             f"pairs is {_shown(pairs)}, expected a list of tuples or dicts, a datasets.Dataset or "
             "a DataFrame"
         )
-    if hasattr(pairs, "notna"):  # pandas marks missing values in several ways
+    if hasattr(pairs, "notna") and hasattr(pairs, "columns"):  # a DataFrame
+        # pandas marks missing values in several ways
         frame: Any = pairs
         pairs = frame.astype(object).where(frame.notna(), None).to_dict("records")
     records = [record_of(pair, f"pairs[{number}]") for number, pair in enumerate(pairs)]

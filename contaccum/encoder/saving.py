@@ -17,6 +17,7 @@ Two encoders are two such models without contaccum.json, and a Router that point
 """
 
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,12 @@ def _save_tower(tower: Tower, folder: Path, settings: EncoderSettings, side: str
     tower.tokenizer.backend_tokenizer.no_padding()
     with quiet_transformers():
         save_backbone(tower, folder)
-        tower.tokenizer.save_pretrained(folder)
+        try:
+            tower.tokenizer.save_pretrained(folder)
+        except Exception as error:  # tokenizers raises no other class, such as for a full disk
+            if number := re.search(r"\(os error (\d+)\)", str(error)):
+                raise OSError(int(number[1]), str(error)) from error
+            raise
     if tower.base is not None:
         save_base(tower.base, folder)
     flags = {flag: tower.pooling == pooling for pooling, flag in POOLING_FLAGS.items()}

@@ -9,7 +9,9 @@ from contaccum.config.experiments import PlanConfig
 from contaccum.experiments.measure import Measurement, measure_method, memory_budget
 from contaccum.experiments.page import MISSING, Table, number, text
 from contaccum.experiments.settings import read_names
+from contaccum.runtime.checks import refuse_other_file
 from contaccum.runtime.files import write_json
+from contaccum.runtime.launch import require_one_process
 from contaccum.runtime.units import duration, gigabytes
 from contaccum.training.automatic import choices
 
@@ -19,6 +21,8 @@ def run_plan(options: PlanConfig, config: TrainConfig) -> str:
 
     With ``options.output``, also write the measurements to this JSON file.
     """
+    require_one_process("plan")
+    refuse_other_file(options.output, "plan")
     budget = memory_budget(options.memory, config.run.device)
     methods: list[str] = [config.method]
     if options.methods == "all":

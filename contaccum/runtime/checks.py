@@ -57,7 +57,9 @@ def require_known_ids(largest: int, vocabulary: int | None, tokenizer: Any) -> N
         )
 
 
-def refuse_other_file(output: str | Path | None, kind: Literal["run", "metrics", "page"]) -> None:
+def refuse_other_file(
+    output: str | Path | None, kind: Literal["run", "metrics", "page", "plan"]
+) -> None:
     """Raise InputError if ``output`` exists and is not a file of this kind.
 
     The command would replace the file, which may be one of its inputs.
@@ -78,9 +80,11 @@ def refuse_other_file(output: str | Path | None, kind: Literal["run", "metrics",
             elif kind == "page":
                 same = start.strip().lower() == b"<!doctype html>"
             else:
-                same = "mean" in json.loads(start + file.read())
+                field = {"metrics": "mean", "plan": "methods"}[kind]
+                same = field in json.loads(start + file.read())
     except (OSError, ValueError, TypeError):
         same = False
     if not same:
-        name = {"run": "a TREC run", "metrics": "a file of metrics", "page": "a report"}[kind]
+        names = {"run": "TREC run", "metrics": "file of metrics", "page": "report", "plan": "plan"}
+        name = f"a {names[kind]}"
         raise InputError(f"{output}: exists and is not {name}; choose another output")

@@ -38,7 +38,10 @@ class DevEvaluator:
                 self.label += f" on {len(self.dev_set.corpus)} of {passages} passages"
         # score before training, its metric and dev set, if it was evaluated
         self.start: dict[str, Any] = {}
-        self.best: dict[str, Any] = {}  # step, score, metric and dev set of the best evaluation
+        # step, score, hash of the model, metric and dev set of the best evaluation
+        self.best: dict[str, Any] = {}
+        # whether steps that a kill undid have replaced the model of the best evaluation
+        self.replaced = False
         self.evaluated = 0  # step of the last evaluation
         self.worse = 0  # evaluations since the best one
 
@@ -97,14 +100,14 @@ class DevEvaluator:
         self.start = {"score": score, **self.measure()}
 
     def is_best(self, score: float) -> bool:
-        """Return whether a score is better than all before it."""
-        return not self.best or score > self.best["score"]
+        """Return whether a score is better than those of all models that still exist."""
+        return not self.best or self.replaced or score > self.best["score"]
 
-    def add(self, step: int, score: float) -> None:
-        """Record the score after ``step`` steps."""
+    def add(self, step: int, score: float, model: str = "") -> None:
+        """Record the score after ``step`` steps. model: hash of the model, if it was saved."""
         if self.is_best(score):
-            self.best = {"step": step, "score": score, **self.measure()}
-            self.worse = 0
+            self.best = {"step": step, "score": score, "model": model, **self.measure()}
+            self.worse, self.replaced = 0, False
         else:
             self.worse += 1
         self.evaluated = step
@@ -118,11 +121,11 @@ class DevEvaluator:
             "worse": self.worse,
         }
 
-    def load_state(self, state: dict[str, Any], model_saved: bool) -> str:
+    def load_state(self, state: dict[str, Any], model: str) -> str:
         """Restore the values that ``state`` returned, without scores that cannot be compared.
 
-        model_saved: whether the model of the best score still exists. Returns why the best score is
-        ignored, or an empty text.
+        model: hash of the saved model, or an empty text if there is none. Returns why the best
+        score is ignored, or an empty text.
         """
         self.start, self.best = state["start"], state["best"]
         self.evaluated, self.worse = state["evaluated"], state["worse"]
@@ -131,8 +134,11 @@ class DevEvaluator:
         measure = self.measure()
         if not measure.items() <= self.start.items():
             self.start = {}
-        if not self.best or (model_saved and measure.items() <= self.best.items()):
+        if not self.best or (model and measure.items() <= self.best.items()):
+            self.replaced = bool(self.best) and self.best["model"] != model
+            if self.replaced and self.best["step"] == state["step"]:
+                self.evaluated = 0  # evaluate this step again, which saves its model
             return ""
         self.best, self.worse = {}, 0
         self.evaluated = 0  # evaluate this step again if an evaluation is due
-        return "the metric or the dev set changed" if model_saved else "its model was deleted"
+        return "the metric or the dev set changed" if model else "its model was deleted"

@@ -56,11 +56,15 @@ def read_log(run: Path) -> list[dict[str, Any]]:
 class RunLog:
     """Progress bar, log.jsonl and trackers of a run, in the main process only."""
 
-    def __init__(self, active: bool, config: TrainConfig, total: int, resumed_at: int) -> None:
+    def __init__(
+        self, active: bool, config: TrainConfig, total: int, resumed_at: int, evaluated: int
+    ) -> None:
         """Open the log and the trackers of a run, and remove the lines after step ``resumed_at``.
 
         active: whether this is the main process. total: number of optimizer steps of the run.
-        resumed_at: step at which the run continues, 0 for a new run.
+        resumed_at: step at which the run continues, 0 for a new run. evaluated: step of the last
+        evaluation; if it is below ``resumed_at``, an evaluation of that step is removed, too,
+        because it is repeated.
         """
         self.active = active
         self.bar_shown = False
@@ -73,7 +77,13 @@ class RunLog:
         self.evaluations = 0  # dev evaluations since ``began``
         self.evaluation_seconds = 0.0  # of all of them
         run = Path(config.output_dir)
-        kept = [line for line in read_log(run) if resumed_at and line["step"] <= resumed_at]
+        again = evaluated < resumed_at
+        kept = [
+            line
+            for line in read_log(run)
+            if 0 < resumed_at >= line["step"]
+            and not (again and "dev" in line and line["step"] == resumed_at)
+        ]
         settings = {
             "run.precision": config.run.precision,
             "model.unpad": config.model.unpad,
@@ -86,7 +96,7 @@ class RunLog:
         self.file = open(run / LOG_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         with write_errors(run):
             about = {"method": config.method, "seed": config.seed}
-            self.trackers = [TRACKERS[name](run, about) for name in config.run.trackers]
+            self.trackers = [TRACKERS[name](run, about, resumed_at) for name in config.run.trackers]
         self.bar = tqdm(
             total=total,
             initial=resumed_at,

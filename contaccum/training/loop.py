@@ -25,8 +25,13 @@ from contaccum.evaluation.metrics import Metrics
 from contaccum.methods import METHODS
 from contaccum.methods.loss import LossValue
 from contaccum.runtime.engine import Engine
-from contaccum.runtime.files import write_json, write_text
-from contaccum.runtime.launch import StopSignals, process_place, refuse_ignored_launch
+from contaccum.runtime.files import sha256_of, write_json, write_text
+from contaccum.runtime.launch import (
+    StopSignals,
+    is_main,
+    process_place,
+    refuse_ignored_launch,
+)
 from contaccum.runtime.prefetch import prefetch
 from contaccum.runtime.processes import training_defaults
 from contaccum.training import automatic, messages, parts, run_folder
@@ -72,9 +77,10 @@ def train(
         if finished is not None:
             train_set, dev = load_data(config)
             now = run_folder.run_identity(config, process_place()[1], train_set, dev.dev_set)
-            folder = Path(config.output_dir)
-            run_folder.refuse_other_identity(folder, finished, now, config.allow_changes)
-            return folder / "model"
+            run_folder.refuse_changed_end(config, finished, now)
+            if is_main():
+                print("this run has ended; nothing is trained", file=sys.stderr)
+            return Path(config.output_dir) / "model"
         engine = Engine(
             device=run.device,
             precision=run.precision,
@@ -204,7 +210,7 @@ class Training:
             )
             if self.done < self.total or not checkpoint:
                 write_environment(self.folder, engine)
-        self.log = RunLog(engine.is_main, config, self.total, self.done)
+        self.log = RunLog(engine.is_main, config, self.total, self.done, self.dev.evaluated)
         for line in messages.first_lines(
             config, train_set, self.dev.dev_set, self.encoder.settings, self.total, self.done
         ):
@@ -226,11 +232,8 @@ class Training:
                 f"continuing with {size} instead of {size.sizes[0]}, because memory ran out before",
                 file=sys.stderr,
             )
-        model_saved = True
-        if self.dev.dev_set and state["best"]:
-            model_file = self.folder / "model" / SETTINGS_FILE
-            model_saved = self.engine.from_main(str(model_file.is_file())) == "True"
-        if why := self.dev.load_state(state, model_saved):
+        model = self._model_hash() if self.dev.dev_set and state["best"] else ""
+        if why := self.dev.load_state(state, model):
             warnings.warn(f"the best score so far is ignored: {why}", stacklevel=2)
 
         same_data = state["identity"]["data"] == self.identity["data"]
@@ -254,7 +257,8 @@ class Training:
         if self.done == 0 and self.dev.dev_set and config.run.eval_steps:
             self.evaluate_before_training()
         elif self.dev.due(self.done, self.total) and self.dev.evaluated < self.done:
-            # the evaluation of this step failed, or its score cannot be compared any more
+            # the evaluation of this step failed, its score cannot be compared any more, or its
+            # model is lost
             self.evaluate()
             self.save()
         engine.free_memory()  # memory that was used to read and tokenize the data
@@ -334,7 +338,7 @@ class Training:
             )
         self.engine.barrier()
         if self.engine.is_main and self.config.run.keep_checkpoints is None:
-            run_folder.finish(self.folder, self.total, self.examples, self.identity)
+            run_folder.finish(self.folder, self.total, self.examples, self.identity, self.done)
 
     def prefetch_steps(self) -> Generator[list[MicroBatch], None, None]:
         """Yield the micro-batches of each remaining step.
@@ -544,8 +548,10 @@ class Training:
         metrics, seconds = self._dev_metrics()
         score = metrics["mean"][self.config.run.metric]
         better = self.dev.is_best(score)
+        model = ""
         if better:
             self._save_model()
+            model = self._model_hash()
             if self.engine.is_main:
                 write_json(
                     self.folder / run_folder.DEV_METRICS_FILE,
@@ -553,7 +559,7 @@ class Training:
                 )
         self.log.evaluation(self.done, metrics["mean"], self.config.run.metric, seconds)
         # not earlier: if saving the model fails, a resumed run evaluates this step again
-        self.dev.add(self.done, score)
+        self.dev.add(self.done, score, model)
         self.log.say(
             f"step {self.done}: dev {self.dev.label} {score:.4f}"
             f"{' (best so far)' if better else ''}"
@@ -569,6 +575,12 @@ class Training:
         if not self.log.bar_shown:
             self.log.say(f"step {self.done}: evaluating on {self.dev.sizes()}")
         return self.dev.metrics(self.encoder, self.engine, last=self.done >= self.total)
+
+    def _model_hash(self) -> str:
+        """Return a hash of the saved model, or an empty text if there is none."""
+        file = self.folder / "model" / SETTINGS_FILE  # has the hashes of the weights
+        found = sha256_of(file) if self.engine.is_main and file.is_file() else ""
+        return self.engine.from_main(found)
 
     def _save_model(self) -> None:
         """Save the model, and move metrics.json away if it belongs to an older one."""

@@ -353,7 +353,7 @@ def step_count(steps: float, total: int) -> int:
 
     total: number of steps of the run.
     """
-    return int(steps) if steps >= 1 else math.ceil(steps * total)
+    return int(steps) if steps >= 1 else math.ceil(round(steps * total, 9))
 
 
 def learning_rate_factor(step: int, total: int, warmup: int, schedule: str) -> float:

@@ -50,6 +50,10 @@ DEV_METRICS_FILE = "dev_metrics.json"  # metrics of the best evaluation on dev
 METRICS_FILE = "metrics.json"  # metrics on the test data
 FINISHED_FILE = "finished.json"  # steps and data of a run that ended and deleted its checkpoints
 MANIFEST = "manifest.json"
+_NEW_RUN = (
+    "Start a new run from {} (as model.name), and set run.keep_checkpoints to be able to continue "
+    "it."
+)
 # ``format_version`` of state.json; 2 and 3: other dropout noise, 4: other rounding in bf16 and fp16
 STATE_VERSION = 4
 
@@ -216,9 +220,10 @@ def warn_of_training_data(model: str, data: str, split: str) -> None:
 class Finished:
     """Content of finished.json."""
 
-    total: int  # number of steps
+    total: int  # planned number of steps
     examples: int
     identity: dict[str, Any]  # see ``run_identity``
+    done: int  # number of steps; below ``total`` if the run stopped early
 
 
 class Checkpoint(NamedTuple):
@@ -229,17 +234,23 @@ class Checkpoint(NamedTuple):
 
 
 def newest_checkpoint(run: Path) -> Checkpoint | None:
-    """Return the newest complete and undamaged checkpoint of a run, or None.
+    """Return the newest complete and undamaged checkpoint of a run, or None if there is none.
 
-    Print which checkpoints are ignored, and why.
+    Print which checkpoints are ignored, and why. Raises InputError if all are.
     """
-    for folder in all_checkpoints(run):
+    folders = all_checkpoints(run)
+    for folder in folders:
         fault = _fault(folder)
         if fault is None:
             state = read_json(folder / "state.json", dict[str, Any], version=STATE_VERSION)
             return Checkpoint(folder, state)
         if is_main():
             print(f"{folder}: this checkpoint is ignored: {fault}", file=sys.stderr)
+    if folders:
+        raise InputError(
+            f"{run / 'checkpoints'}: all checkpoints are damaged. Delete this folder to start "
+            "again at step 0, or choose another output_dir."
+        )
     return None
 
 
@@ -266,11 +277,13 @@ def _fault(folder: Path) -> str | None:
         hashes = read_json(folder / MANIFEST, dict[str, str])
         files = files_in(folder)
         del files[MANIFEST]
-        # never open a name from the manifest: it could point outside the folder
-        if names := hashes.keys() ^ files.keys():
+        # Never open a name from the manifest: it could point outside the folder. A model card,
+        # which other programs add, is read by nothing.
+        names = {name for name in hashes.keys() ^ files.keys() if not name.endswith(".md")}
+        if names:
             return f"{min(names)} is missing, or {MANIFEST} does not list it"
-        for name, path in files.items():
-            if sha256_of(path) != hashes[name]:
+        for name in hashes.keys() & files.keys():
+            if sha256_of(files[name]) != hashes[name]:
                 return f"{name} is damaged: its SHA-256 is not the one in {MANIFEST}"
     except (InputError, OSError) as error:  # for example a bad sector, or a file of another user
         return str(error)
@@ -292,26 +305,40 @@ def finished_identity(config: TrainConfig) -> dict[str, Any] | None:
     total = total_steps(config, finished.examples)
     if total > finished.total:
         raise InputError(
-            f"{run}: this run ended after {counted(finished.total, 'step')} and deleted its "
-            f"checkpoints, so it cannot continue to {total} steps. Start a new run from "
-            f"{run / 'model'} (as model.name), and set run.keep_checkpoints to be able to "
-            "continue it."
+            f"{run}: this run ended after {counted(finished.done, 'step')} and deleted its "
+            f"checkpoints, so it cannot continue to {total} steps. {_NEW_RUN.format(run / 'model')}"
         )
     return finished.identity
 
 
 def total_steps(config: TrainConfig, examples: int) -> int:
     """Return the number of optimizer steps of a run with this number of training examples."""
-    epochs = config.optim.epochs * examples / config.batch.global_batch_size
-    return config.optim.max_steps or max(1, math.ceil(epochs))
+    steps = config.optim.epochs * examples / config.batch.global_batch_size
+    # rounded, because 1.1 * 800 / 16 is 55.00000000000001 in floating point
+    return config.optim.max_steps or max(1, math.ceil(round(steps, 9)))
 
 
-def finish(run: Path, total: int, examples: int, identity: dict[str, Any]) -> None:
+def refuse_changed_end(config: TrainConfig, finished: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise InputError if settings or data changed since a run ended: nothing would be trained.
+
+    finished, now: results of ``run_identity``.
+    """
+    run = Path(config.output_dir)
+    changes = config_differences(read_config(run), asdict(config))
+    changes += _changes(finished, now, finished.keys() & now.keys())
+    if changes:
+        raise InputError(
+            f"{run}: this run ended and deleted its checkpoints, so it cannot continue with "
+            f"changes ({'; '.join(changes)}). {_NEW_RUN.format(run / 'model')}"
+        )
+
+
+def finish(run: Path, total: int, examples: int, identity: dict[str, Any], done: int) -> None:
     """Delete the checkpoints of a run whose model is complete, and record that it ended.
 
-    identity: see ``run_identity``.
+    See ``Finished``.
     """
-    finished = Finished(total, examples, identity)
+    finished = Finished(total, examples, identity, done)
     write_json(run / FINISHED_FILE, {"format_version": STATE_VERSION, **asdict(finished)})
     for folder in all_checkpoints(run):
         remove_folder(folder)

@@ -11,10 +11,11 @@ from contaccum.errors import InputError
 class TensorBoard:
     """Tracker that writes event files into the folder ``tensorboard`` of the run."""
 
-    def __init__(self, run: Path, config: dict[str, Any]) -> None:
+    def __init__(self, run: Path, config: dict[str, Any], resumed_at: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(run / "tensorboard"))
+        # without the steps that a killed run took after its last checkpoint
+        self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=resumed_at + 1)
         self.writer.add_text("config", str(config))
 
     def log(self, values: dict[str, float], step: int) -> None:
@@ -32,7 +33,7 @@ class WeightsAndBiases:
     Its local files are in the folder of the run, unless $WANDB_DIR is set.
     """
 
-    def __init__(self, run: Path, config: dict[str, Any]) -> None:
+    def __init__(self, run: Path, config: dict[str, Any], resumed_at: int) -> None:
         import wandb
 
         self.run = wandb.init(

@@ -227,6 +227,18 @@ def test_teacher_scores_stay_with_their_passages(tmp_path):
     assert b'"neg_scores":[0.1,-30000000000.0]' in (tmp_path / "jsonl").read_bytes()
 
 
+def test_scores_of_a_query_that_has_only_some_give_a_warning(tmp_path):
+    rows = [
+        {"query": "a", "pos": ["x"], "neg": ["y"], "pos_scores": [1], "neg_scores": [0]},
+        {"query": "a", "pos": ["z"]},
+        {"query": "b", "pos": ["x"], "neg": ["y"], "pos_scores": [1], "neg_scores": [0]},
+        {"query": "c", "pos": ["x"]},
+    ]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.warns(UserWarning, match="teacher scores of 1 query are dropped, because some"):
+        convert(tmp_path / "d.jsonl", tmp_path / "new.jsonl", "tevatron")
+
+
 def test_dropped_answers_give_a_warning(tmp_path):
     record = {
         "question": "how long",

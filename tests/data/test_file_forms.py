@@ -79,10 +79,10 @@ def test_messages_about_a_table_name_its_rows(tmp_path):
     """They named a file in the cache and the line there."""
     path = write(tmp_path / "t.csv", "query,pos,neg\none,a,b\ntwo,c,c\n")
     table = re.escape(f"hub:{path}")
-    said = rf"^{table}: left out 1 hard negative .* \(the first: {table}:2\)$"
+    said = rf"^{table}: left out 1 hard negative .* \(the first: {table}, row 2\)$"
     with pytest.warns(UserWarning, match=said):
         check(f"hub:{path}")
-    with pytest.raises(InputError, match=rf"{table}:2\); strict is set"):
+    with pytest.raises(InputError, match=rf"{table}, row 2\); strict is set"):
         check(f"hub:{path}", policy=DataPolicy(strict=True))
 
 
@@ -122,6 +122,16 @@ def test_a_label_decides_between_positive_and_hard_negative(tmp_path):
         path = write(tmp_path / "n.csv", f"q,p,l\na,b,{value}\n")
         with pytest.raises(InputError, match=rf"n.csv:2: column 'l' has '{value}'; expected a num"):
             check(f"hub:{path}?query=q&pos=p&label=l")
+
+
+def test_a_wrong_row_of_a_table_is_named_by_its_number(tmp_path):
+    path = write(tmp_path / "t.csv", 'q,p\n"several\nlines",a\nb,c\n" ",d\n')
+    name = f"hub:{path}?query=q&pos=p"
+    with pytest.raises(InputError, match=r"pos=p, row 3: query 'unnamed-query-3' has an empty"):
+        check(name)
+    write(path, "q,p\n")
+    with pytest.raises(InputError, match=r"t\.csv\?query=q&pos=p: has no rows"):
+        check(name)
 
 
 def test_columns_that_look_like_hard_negatives_are_not_dropped_silently(tmp_path):

@@ -39,6 +39,18 @@ def words_encoder(pooling="mean", similarity="cosine", tie=False, **settings) ->
     return DualEncoder(query, passage, made).eval()
 
 
+def test_a_disk_that_is_full_when_the_tokenizer_is_written_is_one_sentence(tmp_path, monkeypatch):
+    encoder = words_encoder(tie=True)
+
+    def full(*_, **__):
+        raise Exception("No space left on device (os error 28)")  # as tokenizers does
+
+    monkeypatch.setattr(encoder.query_tower.tokenizer, "save_pretrained", full)
+    with pytest.raises(InputError, match=r"model: cannot be written \(No space left on device"):
+        encoder.save(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
 def test_pooling_ignores_padding_on_either_side():
     states = torch.arange(12.0).view(2, 3, 2)
     right = torch.tensor([[1, 1, 0], [1, 1, 1]])

@@ -12,9 +12,10 @@ from processes import small_disk
 
 from contaccum.batch import RowIds
 from contaccum.cli import main
+from contaccum.config.experiments import PlanConfig
 from contaccum.errors import InputError
 from contaccum.experiments.measure import Measurement, Probe, memory_budget, predicted_peak
-from contaccum.experiments.plan import render
+from contaccum.experiments.plan import render, run_plan
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
@@ -123,6 +124,14 @@ def test_the_plan_says_what_to_lower_if_nothing_fits(tmp_path):
     shown = render({"in_batch": none, "grad_cache": fits}, config, 4 * 10**9)
     assert "\nin_batch: no size fits. Lower model.max_passage_length" in shown
     assert "no size" not in render({"grad_cache": fits}, config, 4 * 10**9)
+
+
+def test_a_plan_is_made_by_one_process(tmp_path, monkeypatch):
+    place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="plan needs one process, but 2 were started"):
+        run_plan(PlanConfig(), train_config("", tmp_path / "run"))
 
 
 def test_plan_command_measures_and_writes_json(tmp_path, capsys, monkeypatch):

@@ -103,6 +103,32 @@ def test_missing_truncated_and_extra_files_are_detected(change, said, name, run,
     assert said in capsys.readouterr().err
 
 
+def test_a_model_card_in_a_checkpoint_is_no_damage(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    newest = copy / "checkpoints" / "step-00000002"
+    (newest / "model" / "README.md").write_text("a card")
+    assert newest_checkpoint(copy).folder == newest
+
+
+def test_nothing_is_deleted_if_all_checkpoints_are_damaged(run, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    for folder in (copy / "checkpoints").iterdir():
+        (folder / "notes.txt").write_text("mine")
+    before = files_of(copy)
+    with pytest.raises(InputError, match="checkpoints: all checkpoints are damaged"):
+        train(
+            train_config(
+                run.parent / "data",
+                copy,
+                resume=True,
+                **{"optim.max_steps": 2, "run.save_steps": 1, "model.tiny_layers": 1},
+            )
+        )
+    assert files_of(copy) == before
+
+
 def test_checkpoint_with_unreadable_file_is_ignored(run, monkeypatch, capsys):
     plain = newest_checkpoint.__globals__["sha256_of"]
 

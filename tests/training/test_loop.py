@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -37,7 +38,7 @@ from contaccum.runtime.files import read_json
 from contaccum.training.log import read_log
 from contaccum.training.loop import Training, train
 from contaccum.training.parts import learning_rate_factor, make_optimizer, step_count
-from contaccum.training.run_folder import newest_checkpoint
+from contaccum.training.run_folder import newest_checkpoint, total_steps
 from contaccum.training.trackers import TensorBoard
 
 
@@ -359,6 +360,17 @@ def test_tensorboard_gets_the_numbers_of_the_log(data, tmp_path):
     assert [event.step for event in events.Scalars("dev/ndcg@10")] == [0, 1, 2]
 
 
+def test_tensorboard_forgets_the_steps_that_a_kill_undid(data, tmp_path):
+    run = tmp_path / "run"
+    settings = {"run.trackers": ["tensorboard"], "run.save_steps": 2, "optim.max_steps": 4}
+    train(train_config(data, run, **settings))
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    train(train_config(data, run, resume=True, **settings))
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("name", "words"), [("comet_ml", "'comet_ml' is unknown"), ("wandb", "pip install wandb")]
 )
@@ -416,6 +428,11 @@ def test_a_share_of_the_steps_is_rounded_up():
     assert step_count(0.1, 34) == 4
     assert step_count(7, 34) == 7
     assert step_count(0, 34) == 0
+    assert step_count(0.07, 100) == 7  # 0.07 * 100 is 7.000000000000001 in floating point
+    for epochs, examples, steps in ((1.1, 800, 55), (2.2, 400, 55), (1, 801, 51)):
+        changes = {"optim.epochs": epochs, "optim.max_steps": None}
+        config = train_config("", "", **changes, **{"batch.global_batch_size": 16})
+        assert total_steps(config, examples) == steps
 
 
 def test_biases_and_normalization_have_no_weight_decay():

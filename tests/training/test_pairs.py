@@ -24,6 +24,7 @@ def test_tuples_dicts_and_a_dataset_are_the_same_file():
     assert path == pairs_file(DICTS) == pairs_file(Dataset.from_list(DICTS))
     assert path == pairs_file(pandas.DataFrame(DICTS))
     assert path == pairs_file(pandas.DataFrame(TUPLES))  # the columns are 0, 1 and 2
+    assert path == pairs_file(pandas.Series(TUPLES))
     assert path != pairs_file(TUPLES[1:])  # negative control
     some = pandas.DataFrame([{"query": "a", "pos": "b"}, {"query": "c", "pos": "d", "neg": "e"}])
     negatives = [each.negatives for each in open_dataset(pairs_file(some)).examples()]

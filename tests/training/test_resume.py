@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -171,7 +172,7 @@ def test_damaged_checkpoints_are_ignored(data, tmp_path, capsys):
 def test_rotation_keeps_the_checkpoint_just_written(data, tmp_path, capsys):
     """A damaged later checkpoint does not displace the one that a resumed run writes."""
     run = tmp_path / "run"
-    train(train_config(data, run, **{"run.keep_checkpoints": 1}))
+    train(train_config(data, run, **{"run.keep_checkpoints": 2}))
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     (run / "checkpoints" / "step-00000008").mkdir()
     train(train_config(data, run, resume=True, **{"run.keep_checkpoints": 1, "run.save_steps": 3}))
@@ -184,7 +185,8 @@ def test_checkpoint_with_malformed_manifest_is_ignored(data, tmp_path, capsys):
     run = tmp_path / "run"
     train(train_config(data, run, **{"optim.max_steps": 1}))
     (run / "checkpoints" / "step-00000001" / "manifest.json").write_text("[]")
-    assert newest_checkpoint(run) is None
+    with pytest.raises(InputError, match="checkpoints: all checkpoints are damaged"):
+        newest_checkpoint(run)
     assert "manifest.json: " in capsys.readouterr().err
 
 
@@ -218,13 +220,58 @@ def test_changed_data_is_refused(keep, data, tmp_path):
     with (data / "qrels" / "train.tsv").open("a") as file:
         file.write("q0\tp9\t1\n")
     where = "step-00000002" if keep else "run"
-    with pytest.raises(
-        InputError,
-        match=rf"{where}: the conditions of training changed: data was \w+ and is \w+\. Undo",
-    ):
-        train(train_config(data, run, resume=True, **changes))
+    said = f"{where}: the conditions of training changed: "
     if keep is None:
+        said = (
+            "run: this run ended and deleted its checkpoints, so it cannot continue with changes ("
+        )
+    with pytest.raises(InputError, match=re.escape(said) + r"data was \w+ and is \w+"):
+        train(train_config(data, run, resume=True, allow_changes=keep is None, **changes))
+
+
+def test_an_ended_run_never_ignores_a_change(data, tmp_path, capsys):
+    run, changes = tmp_path / "run", {"optim.max_steps": 2, "run.keep_checkpoints": None}
+    train(train_config(data, run, **changes))
+    train(train_config(data, run, resume=True, **changes))
+    assert "this run has ended; nothing is trained" in capsys.readouterr().err
+    changes["optim.learning_rate"] = 1e-5
+    with pytest.raises(
+        InputError, match=r"with changes \(optim.learning_rate was \S+ and is 1e-05"
+    ):
         train(train_config(data, run, resume=True, allow_changes=True, **changes))
+
+
+def test_a_run_that_stopped_early_has_the_number_of_its_steps(data, tmp_path):
+    run = tmp_path / "run"
+    changes = {
+        "optim.max_steps": 6, "run.keep_checkpoints": None, "data.dev": str(data),
+        "run.eval_steps": 1, "run.early_stopping": 1, "optim.learning_rate": 1e-9,
+    }  # fmt: skip
+    train(train_config(data, run, **changes))
+    steps = len(steps_of(run))
+    assert steps < 6
+    assert json.loads((run / "finished.json").read_text())["done"] == steps
+    train(train_config(data, run, resume=True, **changes))  # the same command does nothing
+    changes |= {"optim.max_steps": 9, "allow_changes": True, "resume": True}
+    with pytest.raises(InputError, match=f"this run ended after {steps} step"):
+        train(train_config(data, run, **changes))
+
+
+def test_the_best_model_is_not_one_of_steps_that_a_kill_undid(data, tmp_path):
+    """Resumed with other settings, the run does not repeat the step that saved its model."""
+    run, changes = tmp_path / "run", {"data.dev": str(data), "run.eval_steps": 2}
+    train(train_config(data, run, **changes))
+    copy = broken_after(run, 2, tmp_path / "copy")
+    best = newest_checkpoint(copy).state["best"]
+    shutil.copytree(run / "checkpoints" / "step-00000004" / "model", copy / "model")
+    changes |= {"optim.max_steps": 4, "optim.learning_rate": 1e-9, "allow_changes": True}
+    train(train_config(data, copy, resume=True, **changes))
+    after = newest_checkpoint(copy).state["best"]
+    files = [folder / "model" / "contaccum.json" for folder in (copy, run)]
+    assert after["model"] == sha256_of(files[0]) != sha256_of(files[1])
+    assert after["score"] >= best["score"]
+    evaluated = [line["step"] for line in read_log(copy) if "dev" in line]
+    assert evaluated == [0, 2, 4]
 
 
 def test_metrics_of_an_older_model_are_moved_away(data, tmp_path, capsys):
