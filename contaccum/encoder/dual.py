@@ -504,9 +504,9 @@ def _with_passage_tower(
                 f"passages; they must be equal. Set {key} (--model.{key})."
             )
     settings = dict(files.settings)
+    # without such a setting, the other encoder has the default, not the value of ``files``
     for key in ("max_passage_length", "passage_prefix"):
-        if key in other.settings:
-            settings[key] = other.settings[key]
+        settings[key] = other.settings.get(key, getattr(EncoderSettings, key))
     return files._replace(settings=settings, passage=other.passage)
 
 

@@ -253,6 +253,13 @@ def test_passage_encoder_keeps_its_settings_for_passages(tmp_path):
         tmp_path / "query", passage_name=tmp_path / "passage", passage_prefix="a "
     )
     assert other.settings.passage_prefix == "a "
+    # an encoder without these settings has the defaults, not the values of the query encoder
+    plain = tmp_path / "passage" / "passage_encoder"
+    for file in ("modules.json", "tokenizer_config.json"):
+        (plain / file).unlink()
+    mixed = DualEncoder.load(tmp_path / "query", passage_name=plain)
+    assert mixed.settings.passage_prefix == ""
+    assert mixed.settings.max_passage_length == 24  # all positions
 
 
 @pytest.mark.parametrize(("key", "value"), [("similarity", "dot")])
