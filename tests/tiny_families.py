@@ -62,7 +62,8 @@ def family_folder(
     if family in DECODERS:
         tokenizer = decoder_tokenizer(tokenizer, family != "qwen3")
     size = {"vocab_size": len(tokenizer), "max_position_embeddings": positions, "pad_token_id": 0}
-    config = AutoConfig.for_model(family, **size, **(FAMILIES | OTHERS)[family] | changes)
+    sizes = (FAMILIES | OTHERS).get(family, SIZES)
+    config = AutoConfig.for_model(family, **size, **sizes | changes)
     torch.manual_seed(seed)
     AutoModel.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -145,13 +145,14 @@ def merge(backbone: Any) -> None:
         if not wrapped:
             break
         name, layer = wrapped[0]
-        if isinstance(layer, BaseTunerLayer):
-            layer.merge(safe_merge=True)
-            merged = layer.get_base_layer()
-        else:
+        # some layers of adapters have it too: those on the experts of one module are nested
+        if hasattr(layer, "unload_and_optionally_merge_module"):
             merged = layer.unload_and_optionally_merge_module(
                 merge=True, safe_merge=True, adapter_names=None
             )
+        else:
+            layer.merge(safe_merge=True)
+            merged = layer.get_base_layer()
         parent, _, child = name.rpartition(".")
         setattr(backbone.get_submodule(parent), child, merged)
     del backbone.peft_config

@@ -296,6 +296,22 @@ def test_fully_trained_parts_of_an_adapter_are_merged(options, tmp_path):
     assert apart(merged, DualEncoder.load(tmp_path / "base")) > 1e-3
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_adapters_on_experts_are_merged(family, tmp_path):
+    """The adapters on both weights of the experts are nested layers."""
+    sizes = {"num_key_value_heads": 1, "head_dim": 16, "moe_intermediate_size": 48}
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    folder = family_folder(family, tmp_path / "base", **sizes, **experts)
+    ours = adapted(folder)
+    ours.save(tmp_path / "model")
+    assert apart(DualEncoder.load(tmp_path / "model", merge=True), ours) < 1e-5
+    nested = [name for name in trained_parameters(ours) if "experts.base_layer.lora_" in name]
+    with torch.no_grad():
+        for name in nested:
+            ours.get_parameter(name).zero_()
+    assert apart(DualEncoder.load(tmp_path / "model"), ours) > 1e-3  # negative control
+
+
 def test_a_dora_adapter_is_refused_as_such(tmp_path):
     peft = pytest.importorskip("peft")
     backbone = AutoModel.from_pretrained(family_folder("qwen3", tmp_path / "base"))
