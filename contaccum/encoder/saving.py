@@ -95,7 +95,8 @@ def _write_model(
     """Write the modules and prompts of a sentence-transformers model.
 
     Default prompt: that of ``side`` (query or document), unless the settings name another one for
-    the model.
+    the model. The prompt for queries is never that of two encoders, because plain ``encode`` uses
+    the encoder of passages.
     """
     rows: list[dict[str, Any]] = []
     for path, kind in modules.items():
@@ -106,7 +107,8 @@ def _write_model(
     prefixes = {"query": settings.query_prefix, "document": settings.passage_prefix}
     prompts = {**settings.prompts, **prefixes}
     default = side if prefixes[side] else None
-    if side == "document" and settings.default_prompt in prompts:
+    usable = settings.tie_towers or settings.default_prompt != "query"
+    if side == "document" and settings.default_prompt in prompts and usable:
         default = settings.default_prompt
     config: dict[str, Any] = {
         "prompts": prompts,

@@ -203,6 +203,20 @@ def test_other_prompts_and_the_default_one_are_kept(default, tmp_path):
         assert ours.default_prompt_name == default
 
 
+def test_two_encoders_never_use_the_prompt_for_queries_by_default(tmp_path):
+    plain = family_folder("bert", tmp_path / "plain")
+    prompts = {"query": "the ", "document": "sea "}
+    theirs = their_model(plain, prompts=prompts, default_prompt_name="query")
+    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
+    for tie in (True, False):
+        ours = DualEncoder.load(tmp_path / "theirs", tie_towers=tie)
+        ours.save(tmp_path / str(tie))
+        expected = ours.encode_queries(TEXTS) if tie else ours.encode_passages(TEXTS)
+        for name in ["."] if tie else [".", "passage_encoder"]:
+            found = peer(tmp_path / str(tie) / name).encode(TEXTS)
+            np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_dense_layers_load_train_and_save(normalize, tmp_path):
     theirs = their_model(family_folder("bert", tmp_path / "plain"), dense=True, normalize=normalize)
