@@ -383,8 +383,18 @@ def _modules(name: str, subfolder: str = "") -> list[Module]:
     """
     listed = optional_json(name, _join(subfolder, "modules.json"), list[Module]) or [Module("", "")]
     return [
-        Module(module.type.rpartition(".")[2], _join(subfolder, module.path)) for module in listed
+        Module(_class_name(name, module.type), _join(subfolder, module.path)) for module in listed
     ]
+
+
+def _class_name(name: str, kind: str) -> str:
+    """Return the class of a module without its package. kind: its name in modules.json."""
+    if kind and not kind.startswith("sentence_transformers."):
+        raise InputError(
+            f"{name}: has a module of the class {kind}, which can compute other vectors than a "
+            "module of sentence-transformers; expected classes of sentence_transformers only"
+        )
+    return kind.rpartition(".")[2]
 
 
 def _join(folder: str, path: str) -> str:
@@ -403,7 +413,7 @@ def _routed(name: str, router: Module, side: str) -> list[Module]:
             f"{side}"
         )
     return [
-        Module(types.get(path, "").rpartition(".")[2], _join(router.path, path))
+        Module(_class_name(name, types.get(path, "")), _join(router.path, path))
         for path in structure[route]
     ]
 

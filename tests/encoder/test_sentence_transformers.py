@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -399,6 +400,25 @@ def test_unsupported_modules_are_refused(tmp_path):
     )
     with pytest.raises(InputError, match="found the routes image, but no route for query"):
         DualEncoder.load(tmp_path / "routes")
+
+
+@pytest.mark.parametrize("file", ["modules.json", "router_config.json"])
+def test_modules_of_other_packages_are_refused(file, tmp_path):
+    """As in jina-embeddings-v3, whose own Transformer chooses an adapter for the task."""
+    theirs = their_model(family_folder("bert", tmp_path / "plain"))
+    if file == "router_config.json":
+        routes = {"query": list(theirs), "document": list(theirs)}
+        theirs = SentenceTransformer(modules=[Router(routes)], device="cpu")
+    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
+    DualEncoder.load(tmp_path / "theirs")  # control
+    path = tmp_path / "theirs" / file
+    text = re.sub(
+        r'"sentence_transformers[\w.]+\.Transformer"', '"custom_st.Transformer"', path.read_text()
+    )
+    assert "custom_st" in text
+    path.write_text(text)
+    with pytest.raises(InputError, match="theirs: has a module of the class custom_st"):
+        DualEncoder.load(tmp_path / "theirs")
 
 
 # evaluators
