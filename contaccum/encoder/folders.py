@@ -159,6 +159,8 @@ class ModelFile(TypedDict, total=False):
     max_seq_length: Positive | None
     query_length: Positive | None
     document_length: Positive | None
+    transformer_task: str | None
+    modality_config: dict[str, Any] | None
     processing_kwargs: dict[str, Any] | None
 
 
@@ -460,7 +462,18 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
 
 def _tower_files(name: str, modules: list[Module]) -> TowerFiles:
     folder = modules[0].path
-    config = optional_json(name, _join(folder, "sentence_bert_config.json"), ModelFile) or {}
+    file = _join(folder, "sentence_bert_config.json")
+    config = optional_json(name, file, ModelFile) or {}
+    # a folder with this entry is encoded with the chat template, also without a prompt
+    if "message" in (config.get("modality_config") or {}):
+        raise InputError(
+            f"{name}/{file}: modality_config has message, so sentence-transformers puts each text "
+            "into the chat template of the tokenizer, which contaccum does not support; expected "
+            "only text"
+        )
+    task = config.get("transformer_task") or "feature-extraction"
+    if task != "feature-extraction":
+        raise InputError(f"{name}/{file}: transformer_task is {task}; expected feature-extraction")
     return TowerFiles(
         name,
         subfolder=folder,

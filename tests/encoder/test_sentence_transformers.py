@@ -421,6 +421,26 @@ def test_modules_of_other_packages_are_refused(file, tmp_path):
         DualEncoder.load(tmp_path / "theirs")
 
 
+def test_chat_templates_and_other_tasks_are_refused(tmp_path):
+    plain = family_folder("qwen3", tmp_path / "plain")
+    (plain / "chat_template.jinja").write_text(
+        "{% for m in messages %}fox {{m['content']}}{% endfor %}"
+    )
+    theirs = their_model(plain, "lasttoken")
+    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
+    with pytest.raises(InputError, match="modality_config has message, so sentence-transformers"):
+        DualEncoder.load(tmp_path / "theirs")
+    # control: without this entry, sentence-transformers does not use the template either
+    file = tmp_path / "theirs" / "sentence_bert_config.json"
+    config = json.loads(file.read_text())
+    del config["modality_config"]["message"]
+    file.write_text(json.dumps(config))
+    assert max(differences(DualEncoder.load(file.parent), peer(file.parent))) < 1e-6
+    file.write_text(json.dumps(config | {"transformer_task": "fill-mask"}))
+    with pytest.raises(InputError, match="transformer_task is fill-mask; expected feature-ext"):
+        DualEncoder.load(file.parent)
+
+
 # evaluators
 
 
