@@ -46,6 +46,23 @@ MODEL_FILES = (
     ADAPTER_FILE,
 )
 
+# files with the settings of a Transformer module; sentence-transformers reads the first one that
+# exists
+TRANSFORMER_FILES = tuple(
+    f"sentence_{family}_config.json"
+    for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+# options of a Transformer module that do not change the vector of a text, or that
+# sentence-transformers sets itself
+HARMLESS_OPTIONS = {
+    "add_pooling_layer", "attn_implementation", "cache_dir", "chat_template",
+    "clean_up_tokenization_spaces", "device_map", "dtype", "local_files_only", "low_cpu_mem_usage",
+    "pad_to_multiple_of", "padding", "padding_side", "return_attention_mask", "return_dict",
+    "return_tensors", "return_token_type_ids", "revision", "subfolder", "token", "torch_dtype",
+    "trust_remote_code", "unpad_inputs", "use_cache", "use_fast", "use_flash_attn",
+    "use_memory_efficient_attention",
+}  # fmt: skip
+
 # settings that training takes from its config, not from the folder of the encoder
 STORED_FOR_TRAINING = ("max_query_length", "max_passage_length")
 # names of model families whose members have different settings
@@ -147,7 +164,7 @@ class PromptConfig(TypedDict, total=False):
 
 
 class ModelFile(TypedDict, total=False):
-    """Fields that we use from config, tokenizer_config and sentence_bert_config.json."""
+    """Fields that we use from config, tokenizer_config and TRANSFORMER_FILES."""
 
     model_type: str
     _name_or_path: str | None
@@ -161,7 +178,11 @@ class ModelFile(TypedDict, total=False):
     document_length: Positive | None
     transformer_task: str | None
     modality_config: dict[str, Any] | None
-    processing_kwargs: dict[str, Any] | None
+    processing_kwargs: dict[str, dict[str, Any]] | None
+    processor_kwargs: dict[str, Any] | None
+    tokenizer_args: dict[str, Any] | None
+    config_kwargs: dict[str, Any] | None
+    config_args: dict[str, Any] | None
 
 
 class AdapterFile(TypedDict, total=False):
@@ -462,8 +483,8 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
 
 def _tower_files(name: str, modules: list[Module]) -> TowerFiles:
     folder = modules[0].path
-    file = _join(folder, "sentence_bert_config.json")
-    config = optional_json(name, file, ModelFile) or {}
+    file, config = _transformer_config(name, folder)
+    _refuse_options(name, folder, file, config)
     # a folder with this entry is encoded with the chat template, also without a prompt
     if "message" in (config.get("modality_config") or {}):
         raise InputError(
@@ -481,6 +502,45 @@ def _tower_files(name: str, modules: list[Module]) -> TowerFiles:
         lower_case=bool(config.get("do_lower_case")),
         base=_base(name, folder),
     )
+
+
+def _transformer_config(name: str, subfolder: str) -> tuple[str, ModelFile]:
+    """Return the name and the content of the file with the settings of a Transformer module."""
+    for each in TRANSFORMER_FILES:
+        if config := optional_json(name, _join(subfolder, each), ModelFile):
+            return _join(subfolder, each), config
+    return _join(subfolder, TRANSFORMER_FILES[0]), {}
+
+
+def _refuse_options(name: str, subfolder: str, file: str, config: ModelFile) -> None:
+    """Raise InputError if a Transformer module has an option that could change vectors.
+
+    file, config: see ``_transformer_config``.
+    """
+
+    called = config.get("processing_kwargs") or {}
+    of_tokenizer = config.get("processor_kwargs") or config.get("tokenizer_args")
+    of_model = config.get("config_kwargs") or config.get("config_args")
+    defaults = [("add_special_tokens", True), ("truncation", True), ("truncation", "longest_first")]
+    for options, supported, stored in (
+        (called.get("text"), "max_length", None),
+        (called.get("common"), "", None),
+        (of_tokenizer, "model_max_length", "tokenizer_config.json"),
+        (of_model, "", "config.json"),
+    ):
+        if not options:
+            continue
+        same: Container[Any] = defaults  # options that the model has anyway
+        if stored is not None:
+            content = optional_json(name, _join(subfolder, stored), dict[str, Any]) or {}
+            same = content.items()
+        for key, value in options.items():
+            known = value is None or key == supported or key in HARMLESS_OPTIONS
+            if not known and (key, value) not in same:
+                raise InputError(
+                    f"{name}/{file}: has the option {key} {value!r}, which can change vectors and "
+                    "is not supported; expected a folder without it"
+                )
 
 
 def _base(name: str, subfolder: str) -> Base | None:
@@ -521,10 +581,14 @@ def _max_length(name: str, subfolder: str, side: str) -> int | None:
 
     Uses the same files as sentence-transformers. side: ``query`` or ``document``.
     """
-    config = optional_json(name, _join(subfolder, "sentence_bert_config.json"), ModelFile) or {}
-    text = (config.get("processing_kwargs") or {}).get("text")
-    stated = text.get("max_length") if isinstance(text, dict) else None
-    stated = stated or config.get(f"{side}_length") or config.get("max_seq_length")
+    _, config = _transformer_config(name, subfolder)
+    of_tokenizer = config.get("processor_kwargs") or config.get("tokenizer_args") or {}
+    stated = (
+        ((config.get("processing_kwargs") or {}).get("text") or {}).get("max_length")
+        or config.get(f"{side}_length")
+        or of_tokenizer.get("model_max_length")
+        or config.get("max_seq_length")
+    )
     if stated:
         return check_type(stated, Positive, f"{name}: maximum length of a {side}")
     tokenizer = optional_json(name, _join(subfolder, "tokenizer_config.json"), ModelFile) or {}

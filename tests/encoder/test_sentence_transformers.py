@@ -441,6 +441,58 @@ def test_chat_templates_and_other_tasks_are_refused(tmp_path):
         DualEncoder.load(file.parent)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"processing_kwargs": {"text": {"max_length": 6}}},
+        {"processor_kwargs": {"model_max_length": 6, "use_fast": True}},
+        {"tokenizer_args": {"model_max_length": 6}},
+        {"config_kwargs": {"attn_implementation": "eager", "dim": 32}},
+    ],
+)
+def test_options_of_the_transformer_are_applied(options, tmp_path):
+    theirs = their_model(family_folder("distilbert", tmp_path / "plain"))
+    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
+    (tmp_path / "theirs" / "sentence_bert_config.json").write_text(json.dumps(options))
+    ours = DualEncoder.load(tmp_path / "theirs")
+    length = 12 if "config_kwargs" in options else 6
+    assert ours.settings.max_passage_length == length
+    assert max(differences(ours, peer(tmp_path / "theirs"))) < 1e-6
+
+
+def test_an_old_name_of_the_settings_file_is_read(tmp_path):
+    theirs = their_model(family_folder("distilbert", tmp_path / "plain"))
+    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
+    (tmp_path / "theirs" / "sentence_bert_config.json").unlink()
+    old = tmp_path / "theirs" / "sentence_distilbert_config.json"
+    old.write_text(json.dumps({"max_seq_length": 6, "do_lower_case": False}))
+    ours = DualEncoder.load(old.parent)
+    assert ours.settings.max_passage_length == 6
+    assert max(differences(ours, peer(old.parent))) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (
+            {"processing_kwargs": {"text": {"add_special_tokens": False}}},
+            "add_special_tokens False",
+        ),
+        ({"processing_kwargs": {"common": {"max_length": 6}}}, "max_length 6"),
+        ({"processor_kwargs": {"truncation_side": "left"}}, "truncation_side 'left'"),
+        ({"config_kwargs": {"activation": "relu"}}, "activation 'relu'"),
+    ],
+)
+def test_options_of_the_transformer_that_change_vectors_are_refused(options, named, tmp_path):
+    theirs = their_model(family_folder("distilbert", tmp_path / "plain"))
+    file = "sentence_bert_config.json"
+    without = DualEncoder.load(altered(theirs, tmp_path / "without", file))
+    folder = altered(theirs, tmp_path / "theirs", file, **options, max_seq_length=12)
+    assert max(differences(without, peer(folder), ["fox " * 12 + "owl sea"])) > 1e-3
+    with pytest.raises(InputError, match=rf"{file}: has the option {named}, which can"):
+        DualEncoder.load(folder)
+
+
 # evaluators
 
 
