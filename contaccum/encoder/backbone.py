@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, BitsAndBytesConfig
 from transformers.models.auto import modeling_auto
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from contaccum.encoder.folders import decoder_only
+from contaccum.encoder.folders import ADAPTER_FILE, WEIGHTS, decoder_only
 from contaccum.errors import InputError, require
 from contaccum.runtime.hub import loading
 
@@ -46,6 +47,23 @@ def load_backbone(
     else than an encoder.
     """
     source = {"subfolder": subfolder, "trust_remote_code": trust_remote_code}
+
+    def exists(file: str) -> bool:
+        quiet = {
+            "_raise_exceptions_for_missing_entries": False,
+            "_raise_exceptions_for_connection_errors": False,
+        }
+        return cached_file(name, file, subfolder=subfolder, **quiet) is not None
+
+    with loading(name), quiet_transformers():
+        # transformers would add such an adapter to the weights, even if they contain it already
+        twice = exists(ADAPTER_FILE) and (exists(WEIGHTS) or exists(f"{WEIGHTS}.index.json"))
+    if twice:
+        raise InputError(
+            f"{f'{name}/{subfolder}'.rstrip('/')}: has an adapter ({ADAPTER_FILE}) and full "
+            f"weights ({WEIGHTS}); expected one of them. If the weights contain the adapter, "
+            f"delete {ADAPTER_FILE}; if not, delete config.json and the full weights."
+        )
     with loading(name), quiet_transformers():
         config = AutoConfig.from_pretrained(name, **source)
     if config.model_type in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:

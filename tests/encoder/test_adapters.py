@@ -342,6 +342,25 @@ def test_quantized_base_is_shared_saved_and_merged(tmp_path):
     assert not gradients(ours)
 
 
+def test_a_merged_model_next_to_its_adapter_is_refused(tmp_path):
+    peft = pytest.importorskip("peft")
+    backbone = AutoModel.from_pretrained(family_folder("bert", tmp_path / "base"))
+    model = peft.get_peft_model(backbone, peft.LoraConfig(target_modules=["query"]))
+    model.save_pretrained(tmp_path / "both")
+    DualEncoder.load(tmp_path / "both", **SIZE)  # control
+    model.merge_and_unload().save_pretrained(tmp_path / "both")
+    shutil.copy(tmp_path / "base" / "tokenizer.json", tmp_path / "both")
+    with pytest.raises(InputError, match=r"both: has an adapter \(adapter_config.json\) and full"):
+        DualEncoder.load(tmp_path / "both", **SIZE)
+    (tmp_path / "both" / "adapter_config.json").unlink()
+    assert (
+        apart(
+            DualEncoder.load(tmp_path / "both", **SIZE), DualEncoder.load(tmp_path / "base", **SIZE)
+        )
+        < 1e-6
+    )
+
+
 # a whole run
 
 
