@@ -11,7 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Container
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
@@ -338,6 +338,8 @@ def read_encoder(name: str, given: Container[str] = ()) -> EncoderFiles:
         return EncoderFiles({"tie_towers": False, **saved}, query, passage, hashes)
     if optional_json(name, "modules.json", list[Module]) is None:
         base = _base(name, "")
+        if base and optional_json(base.name, "modules.json", list[Module]) is not None:
+            return _adapter_on_sentence_transformers(name, base, given)
         keys = ("pooling", "similarity", "query_prefix", "passage_prefix")
         settings = _published_settings(name, "", base, keys, given)
         config = optional_json(base.name if base else name, "config.json", ModelFile) or {}
@@ -346,6 +348,20 @@ def read_encoder(name: str, given: Container[str] = ()) -> EncoderFiles:
         plain = TowerFiles(name, base=base, plain=True)
         return EncoderFiles(settings, plain, plain)
     return _read_sentence_transformers(name, given)
+
+
+def _adapter_on_sentence_transformers(name: str, base: Base, given: Container[str]) -> EncoderFiles:
+    """Return the settings of the base, and the files of an adapter that states no settings."""
+    files = read_encoder(base.name, given)
+    bare = TowerFiles(base.name, lower_case=files.query.lower_case)
+    if (files.query, files.passage) != (bare, bare):
+        raise InputError(
+            f"{name}: the base of the adapter, {base.name}, has Dense modules, two encoders, an "
+            "adapter or an encoder in a subfolder; expected a base with one encoder and pooling "
+            "only"
+        )
+    tower = replace(bare, name=name, base=base)
+    return EncoderFiles(files.settings, tower, tower)
 
 
 def _read_sentence_transformers(name: str, given: Container[str]) -> EncoderFiles:

@@ -16,7 +16,7 @@ from helpers import train_config, write_beir
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
-from sentence_transformers.base.modules import Transformer
+from sentence_transformers.base.modules import Dense, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from tiny_families import TEXTS, family_folder
 from transformers import AutoConfig, AutoTokenizer
@@ -189,6 +189,29 @@ def test_an_adapter_has_the_settings_of_its_base(tmp_path):
     )
     model.save_pretrained(str(tmp_path / "adapter"))
     assert DualEncoder.load(tmp_path / "adapter").settings.query_prefix == "query: "
+
+
+def test_an_adapter_has_the_modules_of_its_base(bert, tmp_path):
+    """peft writes neither pooling nor prompts."""
+    modules = [Transformer(str(bert), max_seq_length=9), Pooling(32, "cls")]
+    theirs = SentenceTransformer(modules=modules, prompts={"query": "the "}, device="cpu")
+    theirs.save(str(tmp_path / "base"), create_model_card=False)
+    dense = SentenceTransformer(modules=[*modules, Dense(32, 16)], device="cpu")
+    dense.save(str(tmp_path / "dense"), create_model_card=False)
+    for base in ("base", "dense"):
+        plain = transformers.AutoModel.from_pretrained(tmp_path / base)
+        model = get_peft_model(plain, LoraConfig(target_modules=["query"]))  # changes nothing yet
+        model.save_pretrained(str(tmp_path / f"adapter-{base}"))
+    ours = DualEncoder.load(tmp_path / "adapter-base")
+    assert ours.adapted
+    assert (ours.settings.pooling, ours.settings.max_passage_length) == ("cls", 9)
+    found = ours.encode_queries(TEXTS), ours.encode_passages(TEXTS)
+    expected = theirs.encode_query(TEXTS), theirs.encode_document(TEXTS)
+    unit = [each / np.linalg.norm(each, axis=1, keepdims=True) for each in expected]
+    np.testing.assert_allclose(found, unit, atol=1e-6)
+    assert np.abs(unit[0] - unit[1]).max() > 1e-3
+    with pytest.raises(InputError, match=r"the base of the adapter, .*dense, has Dense modules"):
+        DualEncoder.load(tmp_path / "adapter-dense")
 
 
 @pytest.mark.parametrize(
