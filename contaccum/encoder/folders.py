@@ -151,6 +151,7 @@ class RouterConfig(TypedDict, total=False):
 
     types: dict[str, str]
     structure: dict[str, list[str]]
+    parameters: dict[str, Any] | None
 
 
 class PromptConfig(TypedDict, total=False):
@@ -451,6 +452,13 @@ def _routed(name: str, router: Module, side: str) -> list[Module]:
             f"{name}/{file}: found the routes {', '.join(structure) or 'none'}, but no route for "
             f"{side}"
         )
+    default = (config.get("parameters") or {}).get("default_route")
+    if side == "document" and default not in (None, route):
+        warnings.warn(
+            f"{name}/{file}: default_route is {default}, which a saved model does not keep: there, "
+            "plain encode of sentence-transformers uses the encoder of passages",
+            stacklevel=2,
+        )
     return [
         Module(_class_name(name, types.get(path, "")), _join(router.path, path))
         for path in structure[route]
@@ -485,7 +493,7 @@ def _read_side(name: str, side: str, about: dict[str, Any]) -> tuple[dict[str, A
             )
         similarity = "cosine"  # inner products of unit vectors
     pooling = optional_json(name, _join(modules[1].path, "config.json"), dict[str, Any]) or {}
-    if pooling.get("include_prompt") is False and any(_prompts(about).values()):
+    if pooling.get("include_prompt") is False and any((about.get("prompts") or {}).values()):
         raise InputError(
             f"{name}: pooling excludes the prompt (include_prompt is false); contaccum supports "
             "only pooling over all tokens"

@@ -242,7 +242,9 @@ def test_router_with_different_sides_loads(tmp_path):
     long = their_model(family_folder("bert", tmp_path / "b"), normalize=False)
     routes = {"query": list(short), "document": list(long)}
     theirs = SentenceTransformer(
-        modules=[Router(routes), Normalize()], prompts={"query": "the "}, device="cpu"
+        modules=[Router(routes, default_route="document"), Normalize()],
+        prompts={"query": "the "},
+        device="cpu",
     )
     theirs.save(str(tmp_path / "theirs"), create_model_card=False)
     ours = DualEncoder.load(tmp_path / "theirs")
@@ -250,6 +252,10 @@ def test_router_with_different_sides_loads(tmp_path):
     assert max(differences(ours, theirs)) < 1e-6
     with pytest.raises(InputError, match="has two different encoders"):
         DualEncoder.load(tmp_path / "theirs", tie_towers=True)
+    theirs[0].default_route = "query"
+    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
+    with pytest.warns(UserWarning, match="default_route is query, which a saved model does not"):
+        DualEncoder.load(tmp_path / "theirs")
 
 
 def test_do_lower_case_is_applied(tmp_path):
@@ -376,6 +382,11 @@ def test_unsupported_modules_are_refused(tmp_path):
     for number, ((file, said), values) in enumerate(cases.items()):
         with pytest.raises(InputError, match=said):
             DualEncoder.load(altered(theirs, tmp_path / str(number), file, **values))
+    theirs = their_model(plain, dense=True, prompts={"clustering": "sea "})
+    with pytest.raises(InputError, match="pooling excludes the prompt"):
+        DualEncoder.load(
+            altered(theirs, tmp_path / "p", "1_Pooling/config.json", include_prompt=False)
+        )
     folder = altered(
         theirs,
         tmp_path / "named",
@@ -388,7 +399,7 @@ def test_unsupported_modules_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"Dense module without model\.safetensors"):
         DualEncoder.load(folder)
     sides = [list(their_model(plain, pooling)) for pooling in ("cls", "mean")]
-    one = Router({"query": sides[0], "document": sides[1]})
+    one = Router.for_query_document(*sides)
     SentenceTransformer(modules=[one], device="cpu").save(
         str(tmp_path / "poolings"), create_model_card=False
     )
@@ -408,7 +419,9 @@ def test_modules_of_other_packages_are_refused(file, tmp_path):
     theirs = their_model(family_folder("bert", tmp_path / "plain"))
     if file == "router_config.json":
         routes = {"query": list(theirs), "document": list(theirs)}
-        theirs = SentenceTransformer(modules=[Router(routes)], device="cpu")
+        theirs = SentenceTransformer(
+            modules=[Router(routes, default_route="document")], device="cpu"
+        )
     theirs.save(str(tmp_path / "theirs"), create_model_card=False)
     DualEncoder.load(tmp_path / "theirs")  # control
     path = tmp_path / "theirs" / file
