@@ -79,6 +79,15 @@ def add_adapter(backbone: Any, base: Base, config: AdapterConfig) -> None:
         backbone.add_adapter(settings)
     except ValueError as error:
         raise InputError(f"lora.target_modules: {in_one_line(error)}") from error
+    # peft ignores a name that matches nothing if another one matches; the names of experts, which
+    # it replaced by those of weights, are no longer in its settings
+    modules = [f".{name}" for name, _ in backbone.named_modules()]
+    for name in sorted(settings.target_modules or ()):
+        if not any(module.endswith(f".{name}") for module in modules):
+            raise InputError(
+                f"lora.target_modules: found no module {name!r} in the encoder; expected the last "
+                "part of the name of a linear layer, such as query or q_proj"
+            )
     settings.base_model_name_or_path = base.name
     _adapter_to_float32(backbone)
 

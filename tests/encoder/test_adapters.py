@@ -175,6 +175,12 @@ def test_lora_options_reach_the_layers(tmp_path):
     assert layer.scaling["default"] == pytest.approx(5 / 3)
     assert layer.lora_dropout["default"].p == 0.25
     assert AdapterConfig(rank=8).scale() == 16
+    wrong = AdapterConfig(rank=3, target_modules=["query", "values"])
+    with pytest.raises(InputError, match=r"lora\.target_modules: found no module 'values' in the"):
+        DualEncoder.load(folder, adapters=Adapters(wrong), **SIZE)
+    longer = AdapterConfig(rank=3, target_modules=["self.query", "encoder.layer.0.output.dense"])
+    encoder = DualEncoder.load(folder, adapters=Adapters(longer), **SIZE)
+    assert len(trained_parameters(encoder)) == 2 * (2 + 1)
     with pytest.raises(
         InputError, match=r"lora\.target_modules: Target modules .*nothing.* not found"
     ):
@@ -300,11 +306,15 @@ def test_fully_trained_parts_of_an_adapter_are_merged(options, tmp_path):
 def test_adapters_on_experts_are_merged(family, tmp_path):
     """The adapters on both weights of the experts are nested layers."""
     sizes = {"num_key_value_heads": 1, "head_dim": 16, "moe_intermediate_size": 48}
-    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-    folder = family_folder(family, tmp_path / "base", **sizes, **experts)
+    counts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    folder = family_folder(family, tmp_path / "base", **sizes, **counts)
     ours = adapted(folder)
     ours.save(tmp_path / "model")
     assert apart(DualEncoder.load(tmp_path / "model", merge=True), ours) < 1e-5
+    experts = ["w1", "w2", "w3"] if family == "mixtral" else ["gate_proj", "up_proj", "down_proj"]
+    names = AdapterConfig(rank=4, target_modules=["q_proj", *experts])
+    named = DualEncoder.load(folder, adapters=Adapters(names), **SIZE)
+    assert any("experts" in name for name in trained_parameters(named))
     nested = [name for name in trained_parameters(ours) if "experts.base_layer.lora_" in name]
     with torch.no_grad():
         for name in nested:
