@@ -56,7 +56,11 @@ from contaccum.runtime.processes import PRECISIONS, Processes
 # saves
 PACK_FROM = 64
 # names of the first linear layer in modules that compute attention weights
-ATTENTION_INPUTS = ("query", "q_proj", "q_lin", "q", "Wqkv", "c_attn", "query_key_value")
+ATTENTION_INPUTS = (
+    "query", "q_proj", "q_lin", "q", "Wqkv", "c_attn", "query_key_value", "query_proj", "in_proj",
+)  # fmt: skip
+# matches the names of dropouts of attention weights, but not of those after the attention
+OF_ATTENTION = re.compile("(?<!post_)(?<!resid_)att")
 # matches the names of module attributes that hold a dropout probability as a number, but not
 # layerdrop
 DROPOUT_NUMBER = re.compile("dropout|pdrop")
@@ -327,15 +331,15 @@ class DualEncoder(nn.Module):
             if path.endswith(".lora_dropout"):
                 continue
             computes_attention = any(hasattr(module, name) for name in ATTENTION_INPUTS)
-            for name, child in module.named_children():
-                of_weights = "att" in name or (computes_attention and name == "dropout")
-                chosen = attention if of_weights else probability
-                if isinstance(child, nn.Dropout) and chosen is not None:
-                    child.p = chosen
-            for name, value in vars(module).items():
-                chosen = attention if "att" in name else probability
+            for name, value in [*module.named_children(), *vars(module).items()]:
+                of_weights = computes_attention and name == "dropout"
+                chosen = attention if of_weights or OF_ATTENTION.search(name) else probability
+                if chosen is None:
+                    continue
                 is_number = isinstance(value, int | float) and not isinstance(value, bool)
-                if DROPOUT_NUMBER.search(name) and is_number and chosen is not None:
+                if isinstance(value, nn.Dropout):
+                    value.p = chosen
+                elif is_number and DROPOUT_NUMBER.search(name):
                     setattr(module, name, chosen)
 
     def set_attention(self, name: str, unpad: bool = False) -> None:

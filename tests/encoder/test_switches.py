@@ -350,6 +350,33 @@ def test_set_dropout_sets_every_dropout_of_the_family(family):
     assert not encoder.has_dropout()
 
 
+@pytest.mark.parametrize(
+    ("family", "after_attention"),
+    [
+        ("deberta", "output.dropout"),
+        ("deberta-v2", "output.dropout"),
+        ("opt", "layers.0.dropout"),
+        ("nomic_bert", "post_attention_dropout"),
+        ("gpt_neox", "post_attention_dropout"),
+        ("phi3", "resid_attn_dropout"),
+    ],
+)
+def test_set_dropout_tells_attention_weights_from_the_layers_after_them(family, after_attention):
+    encoder = family_encoder(family)
+    encoder.set_dropout(0.25, attention=0.5)
+    found: dict[float, set[str]] = {0.25: set(), 0.5: set()}
+    for path, module in encoder.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and "drop" in name and "layerdrop" not in name:
+                found[value].add(f"{path}.{name}")
+        if isinstance(module, torch.nn.Dropout):
+            found[module.p].add(path)
+    layers = encoder.query_tower.backbone.config.num_hidden_layers
+    assert len(found[0.5]) == layers  # one for each
+    assert sum(name.endswith(after_attention) for name in found[0.25]) >= 1
+    assert not any(name.endswith(after_attention) for name in found[0.5])
+
+
 def test_token_vectors_narrower_than_the_layers(tmp_path):
     """As in facebook/opt-350m."""
     encoder = family_encoder(
