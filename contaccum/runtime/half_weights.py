@@ -75,7 +75,10 @@ class HalfWeights:
                 if any(type(layer) is not nn.Linear for layer in layers):
                     continue
                 weights = [layer.weight for layer in layers]
-                kinds = {(layer.weight.requires_grad, layer.bias is None) for layer in layers}
+                kinds = {
+                    (layer.in_features, layer.weight.requires_grad, layer.bias is None)
+                    for layer in layers
+                }
                 alone = all(each in half and len(owners[each]) == 1 for each in weights)
                 if alone and len(kinds) == 1:
                     group, biases = add_group(weights), None
