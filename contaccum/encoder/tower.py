@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
 from contaccum.batch import Tokens
@@ -263,6 +264,14 @@ class TowerLoader:
             quantize=quantize,
             trust_remote_code=self.trust_remote_code,
         )
+        # dequantizing does not transpose the weights of these layers back
+        transposed = any(getattr(each, "source_cls", None) is Conv1D for each in backbone.modules())
+        if transposed and (self.merge or self.adapters):
+            raise InputError(
+                f"{name}: the model type {backbone.config.model_type} has layers of the class "
+                "Conv1D, whose 4-bit weights cannot be merged; train the adapter with "
+                "model.quantize none"
+            )
         return backbone.dequantize() if self.merge and quantize != "none" else backbone
 
     def tower(self, files: TowerFiles, backbone: Any) -> Tower:

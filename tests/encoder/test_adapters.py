@@ -352,6 +352,14 @@ def test_quantized_base_is_shared_saved_and_merged(tmp_path):
     assert not gradients(ours)
 
 
+def test_4_bit_weights_of_conv1d_layers_are_refused(tmp_path):
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 40}
+    folder = family_folder("gpt2", tmp_path / "base", **sizes)
+    assert adapted(folder, "none", tie_towers=True).adapted  # control
+    with pytest.raises(InputError, match="gpt2 has layers of the class Conv1D, whose 4-bit wei"):
+        adapted(folder, "4bit", tie_towers=True)
+
+
 def test_a_merged_model_next_to_its_adapter_is_refused(tmp_path):
     peft = pytest.importorskip("peft")
     backbone = AutoModel.from_pretrained(family_folder("bert", tmp_path / "base"))
