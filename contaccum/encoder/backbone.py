@@ -70,6 +70,11 @@ def load_backbone(
         raise InputError(
             f"{name}: {config.model_type} is an encoder-decoder; expected an encoder or a decoder"
         )
+    if not hasattr(config, "hidden_size"):
+        raise InputError(
+            f"{name}: the configuration of the model type {config.model_type} has no hidden_size, "
+            "as that of models of text and images; expected an encoder of text"
+        )
     if config.model_type == "dpr":
         raise InputError(
             f"{name}: the model type dpr has no token vectors. Use a copy that was converted "

@@ -363,6 +363,13 @@ def test_the_adapter_of_a_classifier_is_refused(bert, tmp_path):
         DualEncoder.load(tmp_path / "SEQ_CLS", **SIZE)
 
 
+@pytest.mark.parametrize("family", ["clip", "gemma3", "llava", "qwen2_vl"])
+def test_models_of_text_and_images_are_refused(family, tmp_path):
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=f"the model type {family} has no hidden_size, as that of"):
+        DualEncoder.load(tmp_path, **SIZE)
+
+
 # models whose vectors depend on padding
 
 
