@@ -63,13 +63,13 @@ def push(
                 f"{file}: this symbolic link leads out of the model's folder, to {file.resolve()}. "
                 "Replace the link with a copy of the file, or delete it."
             )
-    tower = model / read_encoder(str(model)).query.subfolder
-    adapter = optional_json(str(tower), ADAPTER_FILE, AdapterFile)
-    if adapter is not None and os.path.isabs(adapter.get("base_model_name_or_path") or ""):
-        raise InputError(
-            f"{model}: the adapter's base is a local folder, which nobody else can load. Merge the "
-            "adapter with contaccum merge first."
-        )
+    read = read_encoder(str(model))
+    for tower in (read.query, read.passage):
+        if tower.base is not None and os.path.isabs(tower.base.name):
+            raise InputError(
+                f"{model}: the adapter's base is a local folder, which nobody else can load. Merge "
+                "the adapter with contaccum merge first."
+            )
     if not (model / CARD).exists():
         write_text(model / CARD, write_card(model, repository, licence))
     elif licence is not None:

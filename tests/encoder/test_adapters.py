@@ -245,7 +245,9 @@ def test_push_needs_an_adapter_base_on_the_hub(tmp_path):
     adapted(family_folder("bert", tmp_path / "base")).save(tmp_path / "model")
     with pytest.raises(InputError, match="the adapter's base is a local folder"):
         push(str(tmp_path / "model"), "owner/name", dry_run=True)
-    for file in (tmp_path / "model").glob("*/adapter_config.json"):
+    for file in sorted((tmp_path / "model").glob("*/adapter_config.json"), reverse=True):
+        with pytest.raises(InputError, match="the adapter's base is a local folder"):
+            push(str(tmp_path / "model"), "owner/name", dry_run=True)  # of one tower too
         file.write_text(
             json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "somebody/base"})
         )
