@@ -114,8 +114,8 @@ def load_encoder(
         encoder = DualEncoder.load(name, device=device, **options)
     if encoder.adapted and not config.lora.rank:
         raise InputError(
-            f"{name}: has an adapter, but lora.rank is 0. Set lora.rank, or merge the adapter with "
-            "contaccum merge."
+            f"{name}: has an adapter, but lora.rank is 0. Merge the adapter with contaccum merge, "
+            "then train the result."
         )
     return encoder
 

@@ -459,7 +459,7 @@ def test_wrong_bases_and_missing_extras_are_refused(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"already has an adapter"):
         adapted(tmp_path / "model")
     data = write_beir(tmp_path / "data")
-    with pytest.raises(InputError, match=r"has an adapter"):
+    with pytest.raises(InputError, match=r"has an adapter, but lora\.rank is 0\. Merge the"):
         train(train_config(data, tmp_path / "run", **{"model.name": str(tmp_path / "model")}))
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"dropout": 0.1', '"dropout": 0.2'))
