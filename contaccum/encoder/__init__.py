@@ -60,6 +60,11 @@ def merge(
         if encoder.adapted:
             raise InputError(f"{model}: has an adapter; merge it first, without --start")
         other = DualEncoder.load(start, trust_remote_code=trust_remote_code)
+        if encoder.settings.tie_towers and not other.settings.tie_towers:
+            raise InputError(
+                f"{start}: has two encoders, but {model} has one; expected the encoder that "
+                "training started from"
+            )
         # a start with one encoder has the weights of both towers too, under two names
         weights, others = (
             dict(each.named_parameters(remove_duplicate=False)) for each in (encoder, other)

@@ -49,6 +49,18 @@ def test_a_start_with_other_layers_is_refused(layers, tmp_path):
     assert not Path(names[1]).exists()
 
 
+@pytest.mark.parametrize("tie", [True, False])
+def test_two_encoders_are_no_start_of_one(tie, tmp_path):
+    names = [str(tmp_path / name) for name in ("trained", "merged", "start")]
+    tiny_encoder(tie=tie).save(names[0])
+    tiny_encoder(tie=not tie, seed=1).save(names[2])
+    if tie:
+        with pytest.raises(InputError, match=r"start: has two encoders, but .*trained has one; ex"):
+            merge(*names[:2], start=names[2])
+    else:  # control: training can start two encoders from one
+        merge(*names[:2], start=names[2])
+
+
 def test_a_model_with_an_adapter_is_refused(tmp_path):
     pytest.importorskip("peft")
     family_folder("bert", tmp_path / "start")
