@@ -445,14 +445,14 @@ class DualEncoder(nn.Module):
         """Load an encoder from a folder or from the Hub.
 
         name: a run, a saved DualEncoder, a sentence-transformers model or a plain encoder.
-        passage_name: encoder for the passage tower; its settings for passages have priority over
-        those of ``name``. None: the encoder in ``name``. tie_towers: whether queries and passages
-        use the same tower. If None: False if ``passage_name`` is given, else the value saved with
-        the encoder, or True if no value is saved. dtype, device: precision of the weights, and
-        device of both towers. adapters: options of new LoRA adapters. The other weights are then
-        frozen. None: no new adapters. merge: whether to merge the saved adapters into the base
-        weights. Quantized base weights are dequantized first. overrides: values for fields of
-        EncoderSettings. A value of None changes nothing.
+        passage_name: encoder for the passage tower, with its own settings for passages or the
+        defaults, not those of ``name``. None: the encoder in ``name``. tie_towers: whether queries
+        and passages use the same tower. If None: False if ``passage_name`` is given, else the value
+        saved with the encoder, or True if no value is saved. dtype, device: precision of the
+        weights, and device of both towers. adapters: options of new LoRA adapters. The other
+        weights are then frozen. None: no new adapters. merge: whether to merge the saved adapters
+        into the base weights. Quantized base weights are dequantized first. overrides: values for
+        fields of EncoderSettings. A value of None changes nothing.
         """
         given = {key: value for key, value in overrides.items() if value is not None}
         name = model_folder(name)
