@@ -156,6 +156,26 @@ def test_another_method_does_not_take_over_the_share_of_a_config(files, options,
 
 
 @pytest.mark.parametrize(
+    ("text", "options", "sentence"),
+    [
+        ("batch: {micro_batch_tokens: 512}", ["--batch.micro_batch_size", "4"],
+         "c.yaml: batch.micro_batch_tokens 512 is not used, because --batch.micro_batch_size is 4"),
+        ("model: {unpad: true}", ["--model.attention", "sdpa"],
+         "c.yaml: model.unpad true is not used, because --model.attention is 'sdpa'"),
+        ("batch: {micro_batch_tokens: null}", ["--batch.micro_batch_size", "4"], None),
+        ("batch: {micro_batch_size: 8}", ["--batch.micro_batch_tokens", "512"], None),
+    ],
+)  # fmt: skip
+def test_a_value_that_a_later_setting_contradicts_is_named(text, options, sentence, tmp_path):
+    (tmp_path / "c.yaml").write_text(text)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        parse("train", COMMANDS["train"], ["--config", str(tmp_path / "c.yaml"), *options])
+    assert len(said) == (sentence is not None)
+    assert all(sentence in str(one.message) for one in said)
+
+
+@pytest.mark.parametrize(
     ("command", "text", "options", "sentence"),
     [
         ("train", "seed: 1", ["--bank.size", "24"], "--bank.size: no effect with method grad_ca"),

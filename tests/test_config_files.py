@@ -145,6 +145,12 @@ def test_whole_numbers_have_no_other_bases(written, capsys):
     assert "expected a finite number below 2**63" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["08", "1e5", "1_0", "0012", "no", "2026-11-25", ".5", "1:30"])
+def test_a_text_that_looks_like_a_number_is_written_in_quotes(text, written, capsys):
+    file = written(to_yaml(TrainConfig(output_dir=text)))
+    assert printed(capsys, "--config", file)["output_dir"] == text
+
+
 def test_a_setting_in_a_group_and_by_its_full_name_is_a_duplicate(written, capsys):
     file = written("optim: {learning_rate: 1e-3}\noptim.learning_rate: 2e-3\n")
     assert main(["train", "--config", file, "--print_config"]) == 2
@@ -166,6 +172,7 @@ def test_a_setting_in_a_group_and_by_its_full_name_is_a_duplicate(written, capsy
         ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*micro_batch_tokens 2048 is not used, because")
 def test_what_a_run_chose_gives_way_to_later_settings(options, kept, written, capsys):
     """The config.yaml of a run, which has its choices for auto, may be the start of another run."""
     file = written(
@@ -175,6 +182,7 @@ def test_what_a_run_chose_gives_way_to_later_settings(options, kept, written, ca
     assert {name: batch[name] for name in kept} == kept
 
 
+@pytest.mark.filterwarnings("ignore:.*model.unpad true is not used, because")
 def test_attention_that_needs_padding_gives_padding(written, capsys):
     file = written("model: {unpad: true}\n")
     found = printed(capsys, "--config", file, "--model.attention", "eager")["model"]

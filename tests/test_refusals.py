@@ -420,7 +420,7 @@ OUTPUTS: list[tuple[str, str]] = [
     ("report r --html pairs.jsonl", "pairs.jsonl: exists and is not a report"),
     ("plan --config config.yaml --output pairs.jsonl", "pairs.jsonl: exists and is not a plan"),
     ("mine --model bm25 --data pairs.jsonl --output pairs.jsonl",
-     "pairs.jsonl: exists already; choose a new path for the output"),
+     "pairs.jsonl: exists already; choose a new path"),
     ("data convert d d --to beir --split test", "d: already exists; choose a new path"),
     (f"search {BM25} --output m", "m: is a folder; expected the name of a file"),
     (f"search {BM25} --output pipe", "pipe: is a device or a pipe; expected the name of a file"),

@@ -34,7 +34,7 @@ from contaccum.config.groups import (
     OptimConfig,
     ReplayConfig,
 )
-from contaccum.config.load import check_values, flat, load, settings_of, with_changes
+from contaccum.config.load import Dumper, check_values, flat, load, settings_of, with_changes
 from contaccum.config.load import from_mapping as _from_mapping
 from contaccum.config.run import CUTOFFS, METRIC_CUTS, METRIC_MEASURES, RunConfig
 from contaccum.errors import InputError
@@ -253,4 +253,4 @@ def from_mapping(values: dict[str, Any]) -> TrainConfig:
 
 def to_yaml(config: TrainConfig) -> str:
     """Return the complete config as YAML."""
-    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+    return yaml.dump(asdict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)

@@ -279,7 +279,8 @@ class OptimConfig:
     """Learning rate after the warm-up: it falls to 0 (linear, cosine), or stays at its maximum
     (constant)."""
     max_grad_norm: PositiveFloat = 2.0
-    """Maximum L2 norm of the gradients of both towers together. Larger gradients are clipped."""
+    """Maximum L2 norm of the gradients of both towers together. Larger gradients are clipped. 1e9
+    clips none."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of all weights except biases and normalization weights."""
     adam_beta1: DecayRate = 0.9

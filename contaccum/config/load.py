@@ -65,13 +65,7 @@ def load(
         method, before = source.get("methods", source.get("method")), given.get("method")
         share = given.get("replay.share")
         if method and before and method.value != before.value and share and share.value != 1:
-            del given["replay.share"]
-            if "replay.share" not in source:
-                warnings.warn(
-                    f"{share.where} {share.value} is not used, because {method.where} is "
-                    f"{shown(method.value)}; give --replay.share {share.value} to use it",
-                    stacklevel=2,
-                )
+            _drop("replay.share", given, source, method)
         _drop_choices(source, given)
         given |= source
     refuse_unknown(given, known)
@@ -91,15 +85,34 @@ def _drop_choices(source: Mapping[str, Given], given: dict[str, Given]) -> None:
 
     The config.yaml of a run has what was chosen for ``auto``, and may be the start of another run.
     """
-    size, tokens = "batch.micro_batch_size", "batch.micro_batch_tokens"
-    chosen = size in given and given[size].value == "auto"
-    before, method = given.get("method"), source.get("method")
-    other_method = before and method and before.value != method.value
-    if (size in source or (chosen and other_method)) and tokens not in source:
-        given.pop(tokens, None)
+    size, method, before = "batch.micro_batch_size", source.get("method"), given.get("method")
+    if size in source:
+        _drop("batch.micro_batch_tokens", given, source, source[size])
+    elif (
+        size in given
+        and given[size].value == "auto"  # so the tokens were chosen, perhaps for another method
+        and method
+        and before
+        and method.value != before.value
+    ):
+        _drop("batch.micro_batch_tokens", given, source, method)
     attention = source.get("model.attention")
-    if attention and attention.value in ("eager", "sdpa") and "model.unpad" not in source:
-        given.pop("model.unpad", None)
+    if attention and attention.value in ("eager", "sdpa"):
+        _drop("model.unpad", given, source, attention)
+
+
+def _drop(name: str, given: dict[str, Given], source: Mapping[str, Given], reason: Given) -> None:
+    """Remove a value of ``given`` that ``reason``, a setting of ``source``, contradicts.
+
+    Warn about it if ``source`` has no value of its own.
+    """
+    dropped = given.pop(name, None)
+    if dropped and dropped.value not in (None, "auto") and name not in source:
+        warnings.warn(
+            f"{dropped.where} {shown(dropped.value)} is not used, because {reason.where} is "
+            f"{shown(reason.value)}; give --{name} {shown(dropped.value)} to use it",
+            stacklevel=4,
+        )
 
 
 def settings_of(kind: Any) -> dict[str, Field]:
@@ -240,10 +253,8 @@ def converted(kind: Any, value: Any, where: str) -> Any:
         value = os.fspath(value)
     elif hasattr(value, "tolist"):  # a number or an array of NumPy or torch
         value = value.tolist()
-    if isinstance(value, int | float) and not abs(value) < 2**63:  # also NaN
-        raise InputError(f"{where} is {value}, expected a finite number below 2**63")
     try:
-        return msgspec.convert(value, kind)
+        found = msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         message = str(error)  # such as: Expected `int` >= 1
         expected = message[0].lower() + message[1:].replace("`array`", "a list")
@@ -254,6 +265,9 @@ def converted(kind: Any, value: Any, where: str) -> Any:
             if near := difflib.get_close_matches(str(value), words, n=1):
                 expected += f"; did you mean {near[0]}?"
         raise InputError(f"{where} is {shown(value)}, {expected}") from None
+    if isinstance(found, int | float) and not abs(found) < 2**63:  # also NaN
+        raise InputError(f"{where} is {found}, expected a finite number below 2**63")
+    return found
 
 
 def _item(kind: Any, item: Any, where: str) -> Any:
@@ -369,18 +383,23 @@ class _Loader(yaml.SafeLoader):
         return int(self.construct_scalar(node))
 
 
+class Dumper(yaml.SafeDumper):
+    """Dumper that writes a text in quotes if YAML or our loader would read something else."""
+
+
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(r"[-+]?[0-9][0-9_]*$"), list("-+0123456789")
-)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$"
-        r"|\.(nan|NaN|NAN)$"
-    ),
-    list("-+0123456789."),
-)
+for _kind in (_Loader, Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:int", re.compile(r"[-+]?[0-9]+(_[0-9]+)*$"), list("-+0123456789")
+    )
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(
+            r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$"
+            r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+        ),
+        list("-+0123456789."),
+    )
 
 
 def read_yaml(path: str) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from contaccum.data.retrieval_set import (
 from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
 from contaccum.errors import InputError
 from contaccum.formats.dpr import read_questions
+from contaccum.formats.readers import has_answers
 from contaccum.formats.records import (
     Example,
     Passage,
@@ -308,7 +309,7 @@ def convert(
             "the passages have none",
             stacklevel=2,
         )
-    if data.kind == to == "dpr":
+    if data.kind == to == "dpr" and has_answers(data.path):
         warnings.warn(f"{source}: answers of questions are dropped", stacklevel=2)
     examples = tqdm(found, desc="converting", unit=" examples", disable=None)
     if to != "beir":

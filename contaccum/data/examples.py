@@ -171,10 +171,10 @@ def with_name(message: str, path: Path, name: str) -> str:
 
     A line of a file in the cache is a row of the data set.
     """
-    if str(path) == name:
+    if Path(name) == path:
         return message
-    with_rows = re.sub(rf"{re.escape(str(path))}:(?=\d)", lambda _: f"{name}, row ", message)
-    return with_rows.replace(str(path), name)
+    place = rf"{re.escape(str(path))}(:(?=\d))?"
+    return re.sub(place, lambda found: name + (", row " if found[1] else ""), message)
 
 
 def load_examples(path: Path, policy: DataPolicy, name: str) -> ExampleTable:

@@ -232,7 +232,8 @@ def shown_metrics(mean: Mapping[str, float], metric: str = "ndcg@10") -> list[st
     for name in SHOWN:
         measure, most = name.split("@")
         cutoffs = [int(each.split("@")[1]) for each in mean if each.startswith(f"{measure}@")]
-        names += [f"{measure}@{max(cutoff for cutoff in cutoffs if cutoff <= int(most))}"]
+        usable = [cutoff for cutoff in cutoffs if cutoff <= int(most)]
+        names += [f"{measure}@{max(usable)}"] if usable else []
     return list(dict.fromkeys(names))
 
 

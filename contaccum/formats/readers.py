@@ -271,6 +271,12 @@ def unread_fields(path: Path) -> list[str]:
     return list(sentences.values())
 
 
+def has_answers(path: Path) -> bool:
+    """Return whether one of the first 1,000 records of a DPR file has answers."""
+    records = json_records(path, dict[str, Any], _RECORDS, ignore)
+    return any(record.get("answers") for _, record in islice(records, 1000))
+
+
 def unread_negatives(record: dict[str, Any], form: type[Struct]) -> list[str]:
     """Return the fields of a record that look like hard negatives, but are not read."""
     return [

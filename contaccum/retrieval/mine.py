@@ -21,6 +21,7 @@ from contaccum.config.load import converted
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.identity import text_hash
 from contaccum.errors import InputError
+from contaccum.formats.readers import has_answers
 from contaccum.formats.records import Passage, TeacherScores, whole_records, without_blanks
 from contaccum.formats.training import TrainingKind, example_line, framed
 from contaccum.retrieval.encode import Texts, load_encoder_of, passage_vectors
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
 
 MINING = MineConfig()
+ABOUT = ".about.json"  # end of the name of a report
 CHUNK = 16_384  # number of queries that are searched at a time; their rankings are in memory
 SPREAD = ("mean", "min", "25%", "median", "75%", "max")
 
@@ -212,14 +214,20 @@ def mine(
         model = EncoderConfig.of(model)
     name = getattr(model, "model", None)
     converted(TrainingKind, to, "to")
-    for path in (Path(output), about_path(output)):
-        if path.exists():
-            raise InputError(f"{path}: exists already; choose a new path for the output")
+    if Path(output).exists():
+        raise InputError(f"{output}: exists already; choose a new path")
+    about_file = about_path(output)
+    for ending in (".jsonl", ".json", ".jsonl.gz", ".json.gz"):
+        other = about_file.with_name(about_file.name.removesuffix(ABOUT) + ending)
+        if other.exists():
+            raise InputError(
+                f"{other}: has the same report, {about_file.name}; choose another name"
+            )
     with group.main_first():
         passages = open_dataset(corpus, policy=policy).corpus if corpus else None
         opened = open_dataset(data, split, policy)
         queries = MiningQueries(opened.examples(), passages)
-    if opened.kind == to == "dpr" and group.is_main:
+    if opened.kind == to == "dpr" and group.is_main and has_answers(opened.path):
         warnings.warn(f"{data}: answers of questions are dropped", stacklevel=2)
     encoder: DualEncoder | None = None
     if name != BM25_NAME:
@@ -271,7 +279,7 @@ def mine(
 def about_path(output: str | Path) -> Path:
     """Return the path of the report of an output file: ``mined.about.json`` for ``mined.jsonl``."""
     path = Path(output)
-    return path.with_name(re.sub(r"\.jsonl?(\.gz)?$", "", path.name) + ".about.json")
+    return path.with_name(re.sub(r"\.jsonl?(\.gz)?$", "", path.name) + ABOUT)
 
 
 def render_mined(report: Mapping[str, Any], output: str | Path) -> str:

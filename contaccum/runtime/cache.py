@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from contaccum.errors import InputError
 from contaccum.runtime.files import (
     cache_folder,
     read_json,
-    remove_folder,
     whole_folder,
     write_json,
 )
@@ -32,8 +32,6 @@ def cached_folder(kind: str, key: object, build: Callable[[Path], None]) -> Path
     if not _is_whole(folder):
         with waiting_lock(cache_folder() / "locks" / f"{name}.lock"):
             if not _is_whole(folder):  # another process may have built the folder during the wait
-                if folder.is_dir():
-                    remove_folder(folder)
                 with whole_folder(folder) as part:
                     build(part)
                     files = [path for path in part.rglob("*") if path.is_file()]
@@ -43,9 +41,10 @@ def cached_folder(kind: str, key: object, build: Callable[[Path], None]) -> Path
 
 
 def _is_whole(folder: Path) -> bool:
-    if not (folder / SIZES).is_file():
+    try:
+        sizes = read_json(folder / SIZES, dict[str, int])
+    except InputError:  # missing or damaged
         return False
-    sizes = read_json(folder / SIZES, dict[str, int])
     files = {name: folder / name for name in sizes}
     return all(
         path.is_file() and path.stat().st_size == sizes[name] for name, path in files.items()

@@ -40,7 +40,7 @@ class DevEvaluator:
         self.start: dict[str, Any] = {}
         # step, score, hash of the model, metric and dev set of the best evaluation
         self.best: dict[str, Any] = {}
-        # whether steps that a kill undid have replaced the model of the best evaluation
+        # whether the model of the best evaluation was replaced, as by steps that a kill undid
         self.replaced = False
         self.evaluated = 0  # step of the last evaluation
         self.worse = 0  # evaluations since the best one
@@ -100,7 +100,7 @@ class DevEvaluator:
         self.start = {"score": score, **self.measure()}
 
     def is_best(self, score: float) -> bool:
-        """Return whether a score is better than those of all models that still exist."""
+        """Return whether a score is better than the best one, if the model of that still exists."""
         return not self.best or self.replaced or score > self.best["score"]
 
     def add(self, step: int, score: float, model: str = "") -> None:
@@ -135,7 +135,7 @@ class DevEvaluator:
         if not measure.items() <= self.start.items():
             self.start = {}
         if not self.best or (model and measure.items() <= self.best.items()):
-            self.replaced = bool(self.best) and self.best["model"] != model
+            self.replaced = bool(self.best) and self.best.get("model", model) != model
             if self.replaced and self.best["step"] == state["step"]:
                 self.evaluated = 0  # evaluate this step again, which saves its model
             return ""

@@ -57,14 +57,13 @@ class RunLog:
     """Progress bar, log.jsonl and trackers of a run, in the main process only."""
 
     def __init__(
-        self, active: bool, config: TrainConfig, total: int, resumed_at: int, evaluated: int
+        self, active: bool, config: TrainConfig, total: int, resumed_at: int, evaluate: bool
     ) -> None:
         """Open the log and the trackers of a run, and remove the lines after step ``resumed_at``.
 
         active: whether this is the main process. total: number of optimizer steps of the run.
-        resumed_at: step at which the run continues, 0 for a new run. evaluated: step of the last
-        evaluation; if it is below ``resumed_at``, an evaluation of that step is removed, too,
-        because it is repeated.
+        resumed_at: step at which the run continues, 0 for a new run. evaluate: whether that
+        step is evaluated again, so that its earlier evaluation is removed.
         """
         self.active = active
         self.bar_shown = False
@@ -77,12 +76,11 @@ class RunLog:
         self.evaluations = 0  # dev evaluations since ``began``
         self.evaluation_seconds = 0.0  # of all of them
         run = Path(config.output_dir)
-        again = evaluated < resumed_at
         kept = [
             line
             for line in read_log(run)
             if 0 < resumed_at >= line["step"]
-            and not (again and "dev" in line and line["step"] == resumed_at)
+            and not (evaluate and "dev" in line and line["step"] == resumed_at)
         ]
         settings = {
             "run.precision": config.run.precision,

@@ -210,7 +210,7 @@ class Training:
             )
             if self.done < self.total or not checkpoint:
                 write_environment(self.folder, engine)
-        self.log = RunLog(engine.is_main, config, self.total, self.done, self.dev.evaluated)
+        self.log = RunLog(engine.is_main, config, self.total, self.done, self.evaluates_again())
         for line in messages.first_lines(
             config, train_set, self.dev.dev_set, self.encoder.settings, self.total, self.done
         ):
@@ -256,9 +256,7 @@ class Training:
         config, engine, bank = self.config, self.engine, self.bank
         if self.done == 0 and self.dev.dev_set and config.run.eval_steps:
             self.evaluate_before_training()
-        elif self.dev.due(self.done, self.total) and self.dev.evaluated < self.done:
-            # the evaluation of this step failed, its score cannot be compared any more, or its
-            # model is lost
+        elif self.evaluates_again():
             self.evaluate()
             self.save()
         engine.free_memory()  # memory that was used to read and tokenize the data
@@ -324,6 +322,13 @@ class Training:
         finally:
             prepared.close()
         self.finish()
+
+    def evaluates_again(self) -> bool:
+        """Return whether a resumed run first evaluates the model that it starts with.
+
+        The evaluation failed, its score cannot be compared any more, or its model is lost.
+        """
+        return self.dev.due(self.done, self.total) and self.dev.evaluated < self.done
 
     def finish(self) -> None:
         """End a run: its model is saved, and checkpoints that nobody asked for are deleted."""

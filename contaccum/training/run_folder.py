@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contaccum.config import ENCODER_SETTINGS, TrainConfig, from_mapping, settings_with
+from contaccum.config import ENCODER_SETTINGS, TrainConfig, affects, from_mapping, settings_with
 from contaccum.config.load import CONFIG_VERSION, check_version, flat, read_yaml
 from contaccum.data.dataset import is_trained_on
 from contaccum.data.retrieval_set import RetrievalSet
@@ -50,7 +50,9 @@ DEV_METRICS_FILE = "dev_metrics.json"  # metrics of the best evaluation on dev
 METRICS_FILE = "metrics.json"  # metrics on the test data
 FINISHED_FILE = "finished.json"  # steps and data of a run that ended and deleted its checkpoints
 MANIFEST = "manifest.json"
-_NEW_RUN = (
+# settings that contaccum auto changes in a run that it continues; more steps are refused anyway
+_LENGTH_OF_A_RUN = ("optim.max_steps", "optim.epochs", "run.eval_steps")
+_ADVICE = (
     "Start a new run from {} (as model.name), and set run.keep_checkpoints to be able to continue "
     "it."
 )
@@ -223,7 +225,7 @@ class Finished:
     total: int  # planned number of steps
     examples: int
     identity: dict[str, Any]  # see ``run_identity``
-    done: int  # number of steps; below ``total`` if the run stopped early
+    done: int | None = None  # number of steps if the run stopped early, else None or ``total``
 
 
 class Checkpoint(NamedTuple):
@@ -277,13 +279,16 @@ def _fault(folder: Path) -> str | None:
         hashes = read_json(folder / MANIFEST, dict[str, str])
         files = files_in(folder)
         del files[MANIFEST]
-        # Never open a name from the manifest: it could point outside the folder. A model card,
-        # which other programs add, is read by nothing.
-        names = {name for name in hashes.keys() ^ files.keys() if not name.endswith(".md")}
-        if names:
+        # a model card, which other programs write, is read by nothing
+        hashes, files = (
+            {name: value for name, value in each.items() if not name.endswith(".md")}
+            for each in (hashes, files)
+        )
+        # never open a name from the manifest: it could point outside the folder
+        if names := hashes.keys() ^ files.keys():
             return f"{min(names)} is missing, or {MANIFEST} does not list it"
-        for name in hashes.keys() & files.keys():
-            if sha256_of(files[name]) != hashes[name]:
+        for name, path in files.items():
+            if sha256_of(path) != hashes[name]:
                 return f"{name} is damaged: its SHA-256 is not the one in {MANIFEST}"
     except (InputError, OSError) as error:  # for example a bad sector, or a file of another user
         return str(error)
@@ -305,8 +310,9 @@ def finished_identity(config: TrainConfig) -> dict[str, Any] | None:
     total = total_steps(config, finished.examples)
     if total > finished.total:
         raise InputError(
-            f"{run}: this run ended after {counted(finished.done, 'step')} and deleted its "
-            f"checkpoints, so it cannot continue to {total} steps. {_NEW_RUN.format(run / 'model')}"
+            f"{run}: this run ended after {counted(finished.done or finished.total, 'step')} and "
+            f"deleted its checkpoints, so it cannot continue to {total} steps. "
+            f"{_ADVICE.format(run / 'model')}"
         )
     return finished.identity
 
@@ -319,17 +325,19 @@ def total_steps(config: TrainConfig, examples: int) -> int:
 
 
 def refuse_changed_end(config: TrainConfig, finished: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise InputError if settings or data changed since a run ended: nothing would be trained.
+    """Raise InputError if the weights would now be others, because nothing would be trained.
 
     finished, now: results of ``run_identity``.
     """
     run = Path(config.output_dir)
-    changes = config_differences(read_config(run), asdict(config))
-    changes += _changes(finished, now, finished.keys() & now.keys())
+    old, new = flat(read_config(run)), flat(asdict(config))
+    names = {name for name in old.keys() | new.keys() if affects(name, config.method)}
+    changes = _changes(old, new, {*names, "seed"}.difference(_LENGTH_OF_A_RUN))
+    changes += _changes(finished, now, ["data"])
     if changes:
         raise InputError(
             f"{run}: this run ended and deleted its checkpoints, so it cannot continue with "
-            f"changes ({'; '.join(changes)}). {_NEW_RUN.format(run / 'model')}"
+            f"changes ({'; '.join(changes)}). {_ADVICE.format(run / 'model')}"
         )
 
 

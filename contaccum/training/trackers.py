@@ -15,7 +15,8 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         # without the steps that a killed run took after its last checkpoint
-        self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=resumed_at + 1)
+        first = resumed_at + 1 if resumed_at else 0
+        self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=first)
         self.writer.add_text("config", str(config))
 
     def log(self, values: dict[str, float], step: int) -> None:

@@ -50,7 +50,7 @@ def test_tables_of_another_version_are_built_again_in_silence(kind, tmp_path, mo
 
 
 @pytest.mark.parametrize("kind", ["corpus", "examples"])
-@pytest.mark.parametrize("damage", ["gone", "cut"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "sizes"])
 def test_tables_without_a_file_are_built_again(damage, kind, tmp_path):
     """Scratch disks delete old files, but not folders."""
     folder = opened(tmp_path, kind)
@@ -58,6 +58,8 @@ def test_tables_without_a_file_are_built_again(damage, kind, tmp_path):
     content = file.read_bytes()
     if damage == "gone":
         file.unlink()
+    elif damage == "sizes":
+        (folder / ".sizes.json").write_text("")
     else:
         file.write_bytes(content[: len(content) // 2])
     reread(tmp_path, kind)

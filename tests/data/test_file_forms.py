@@ -134,6 +134,15 @@ def test_a_wrong_row_of_a_table_is_named_by_its_number(tmp_path):
         check(name)
 
 
+def test_a_wrong_line_of_a_file_is_named_as_the_file_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "x.jsonl", lines({"query": "a", "pos": "b"}, {"query": " ", "pos": "b"}))
+    with pytest.raises(
+        InputError, match=r"^(\./)?x\.jsonl:2: query 'unnamed-query-2' has an empty"
+    ):
+        check("./x.jsonl")
+
+
 def test_columns_that_look_like_hard_negatives_are_not_dropped_silently(tmp_path):
     header = "query,pos,neg,negative_2\n"
     path = write(tmp_path / "t.csv", f"{header}a,b,c,d\n")

@@ -252,6 +252,8 @@ def test_a_run_that_stopped_early_has_the_number_of_its_steps(data, tmp_path):
     assert steps < 6
     assert json.loads((run / "finished.json").read_text())["done"] == steps
     train(train_config(data, run, resume=True, **changes))  # the same command does nothing
+    fewer = {"optim.max_steps": steps, "run.eval_steps": 2, "allow_changes": True, "resume": True}
+    train(train_config(data, run, **(changes | fewer)))  # nor do settings of its length, as of auto
     changes |= {"optim.max_steps": 9, "allow_changes": True, "resume": True}
     with pytest.raises(InputError, match=f"this run ended after {steps} step"):
         train(train_config(data, run, **changes))
@@ -272,6 +274,24 @@ def test_the_best_model_is_not_one_of_steps_that_a_kill_undid(data, tmp_path):
     assert after["score"] >= best["score"]
     evaluated = [line["step"] for line in read_log(copy) if "dev" in line]
     assert evaluated == [0, 2, 4]
+
+
+def test_files_of_a_run_from_before_these_fields_are_read(two_steps, tmp_path):
+    data, two = two_steps
+    run = Path(shutil.copytree(two, tmp_path / "run"))
+    folder = newest_checkpoint(run).folder
+    state = json.loads((folder / "state.json").read_text())
+    del state["best"]["model"]
+    (folder / "state.json").write_text(json.dumps(state))
+    hashes = json.loads((folder / "manifest.json").read_text())
+    hashes["state.json"] = sha256_of(folder / "state.json")
+    (folder / "manifest.json").write_text(json.dumps(hashes))
+    changes = {**TWO_STEPS, "data.dev": str(data), "run.keep_checkpoints": None}
+    train(train_config(data, run, resume=True, **changes))
+    finished = json.loads((run / "finished.json").read_text())
+    del finished["done"]
+    (run / "finished.json").write_text(json.dumps(finished))
+    train(train_config(data, run, resume=True, **changes))
 
 
 def test_metrics_of_an_older_model_are_moved_away(data, tmp_path, capsys):
