@@ -75,7 +75,7 @@ from contaccum.runtime.units import duration
 from contaccum.training.log import read_log
 from contaccum.training.loop import Training
 from contaccum.training.parts import build_encoder
-from contaccum.training.run_folder import METRICS_FILE
+from contaccum.training.run_folder import METRICS_FILE, planned_steps
 
 BANK = {"bank.age_decay": "1.0", "bank.row_weight": "current"}
 RECIPES: tuple[dict[str, str], ...] = (
@@ -483,6 +483,8 @@ class Auto:
         most, left = self._most_steps(values), state.training_seconds(self.total)
         if not state.steps or not (self.output / "train").is_dir():
             state.steps = max(1, min(most, int(left / state.step_seconds(values))))
+        # training ended, perhaps after fewer steps than it began with, and the test was stopped
+        state.steps = planned_steps(self.output / "train") or state.steps
         evaluations = state.evaluations(self.total)
         evaluating = evaluations * state.expected("dev")
         config = self._run_config("train", values, state.steps, evaluations)

@@ -317,6 +317,12 @@ def finished_identity(config: TrainConfig) -> dict[str, Any] | None:
     return finished.identity
 
 
+def planned_steps(run: Path) -> int | None:
+    """Return the number of steps that an ended run last planned. None: it has not ended."""
+    file = run / FINISHED_FILE
+    return read_json(file, Finished, version=STATE_VERSION).total if file.is_file() else None
+
+
 def total_steps(config: TrainConfig, examples: int) -> int:
     """Return the number of optimizer steps of a run with this number of training examples."""
     steps = config.optim.epochs * examples / config.batch.global_batch_size

@@ -29,6 +29,7 @@ from contaccum.evaluation.significance import compare
 from contaccum.experiments import auto, auto_state
 from contaccum.experiments.auto_state import parse_time
 from contaccum.experiments.tuning import rung_shares, survivors
+from contaccum.training.run_folder import finish
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:contaccum auto chooses these settings",
@@ -316,6 +317,23 @@ def test_tuning_runs_of_a_rung_cost_equally_much(planned, monkeypatch):
     first_rung = list(costs.values())[1 : 1 + len(rungs)]
     assert len(first_rung) > 3
     assert max(first_rung) <= 1.2 * min(first_rung)
+
+
+def test_a_call_that_was_stopped_in_the_test_keeps_the_length_of_training(planned, monkeypatch):
+    """Training may end after fewer steps than it began with."""
+    made, candidates, _ = planned("15m")
+    made.state.chosen, made.state.steps = dict(candidates[0]), 6
+    found = []
+    for total in (None, 3):
+        if total:
+            folder = made.output / "train"
+            folder.mkdir(parents=True)
+            finish(folder, total, 64, {}, total)
+        monkeypatch.setattr(auto, "run_job", lambda kind, config, *_, **__: found.append(config))
+        made._train()
+    steps = [config.optim.max_steps for config in found]
+    assert steps[0] != 3
+    assert steps[1] == 3
 
 
 def test_settings_that_auto_chooses_are_named(tmp_path):
