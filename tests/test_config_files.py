@@ -142,7 +142,7 @@ def test_whole_numbers_have_no_other_bases(written, capsys):
         assert main(["train", option, value, "--print_config"]) == 2
         assert f"{option} is " in capsys.readouterr().err
     assert main(["train", "--seed", str(2**70), "--print_config"]) == 2
-    assert "expected a finite number below 2**63" in capsys.readouterr().err
+    assert "expected a number below 2**63" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["08", "1e5", "1_0", "0012", "no", "2026-11-25", ".5", "1:30"])

@@ -4,6 +4,7 @@ Every error names the file or the option, the setting, what was found, and what 
 """
 
 import difflib
+import math
 import os
 import re
 import warnings
@@ -265,8 +266,10 @@ def converted(kind: Any, value: Any, where: str) -> Any:
             if near := difflib.get_close_matches(str(value), words, n=1):
                 expected += f"; did you mean {near[0]}?"
         raise InputError(f"{where} is {shown(value)}, {expected}") from None
-    if isinstance(found, int | float) and not abs(found) < 2**63:  # also NaN
-        raise InputError(f"{where} is {found}, expected a finite number below 2**63")
+    if isinstance(found, float) and not math.isfinite(found):
+        raise InputError(f"{where} is {found}, expected a finite number")
+    if isinstance(found, int) and abs(found) >= 2**63:
+        raise InputError(f"{where} is {found}, expected a number below 2**63")
     return found
 
 

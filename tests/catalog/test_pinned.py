@@ -18,6 +18,7 @@ from contaccum.config import DataConfig
 from contaccum.data.commands import check
 from contaccum.data.dataset import load_training
 from contaccum.errors import InputError
+from contaccum.runtime.cache import SIZES
 
 SCIFACT = tasks()["scifact"].repository
 
@@ -60,8 +61,11 @@ def copy(repository: Repository) -> Path:
 
 
 def left(folder: Path) -> list[str]:
+    """Return the files of a folder, without the list of their sizes."""
     return sorted(
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != SIZES
     )
 
 
