@@ -31,6 +31,7 @@ from contaccum.errors import InputError, library_errors
 from contaccum.formats.dpr import rows_of_cells
 from contaccum.formats.json_records import json_records
 from contaccum.formats.readers import (
+    FIRST_RECORDS,
     LABEL_NAMES,
     Key,
     TextRecord,
@@ -236,7 +237,7 @@ def fetch_hub(name: HubName, split: str) -> Path:
                 else:
                     form = form or FORMATS[kind_of_record(row, location) or "jsonl"]
                     record = _typed(location, row, form)
-                    if number <= 1000:
+                    if number <= FIRST_RECORDS:
                         unread |= dict.fromkeys(unread_negatives(row, form))
                 file.write(record_line(record))
         if not number:

@@ -5,7 +5,7 @@ import shlex
 import sys
 import time
 import warnings
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,15 +126,8 @@ def _evaluate(
         from contaccum.runtime.processes import joined
         from contaccum.training.run_folder import warn_of_training_data
 
-    task.check()
+    task.check(encoder, settings)
     if task.run is not None:
-        for given in (encoder, settings):
-            for option in fields(given):
-                value = getattr(given, option.name)
-                if option.name != "model" and value != option.default:
-                    raise InputError(
-                        f"--{option.name} {value} has no effect on --run; leave it out"
-                    )
         return _evaluate_run_file(task, policy)
     with joined(encoder.timeout_minutes) as group:
         shared: dict[str, Any] = {

@@ -158,7 +158,7 @@ class EvaluateConfig:
     """JSON file to write (metrics.json), with the mean metrics and the metrics of every query. With
     several data sets: a folder that keeps the results of finished data sets."""
 
-    def check(self) -> None:
+    def check(self, encoder: EncoderConfig, settings: SearchConfig) -> None:
         """Raise InputError for options that cannot be combined, and for missing options."""
         names = ("data", "questions", "passages", "run", "qrels")
         given = [name for name in names if getattr(self, name) is not None]
@@ -186,8 +186,12 @@ class EvaluateConfig:
             ),
             "run": ("model", "split", "evaluator", "match", "k"),
         }
-        for name in ignored[given[0]]:
-            if (value := getattr(self, name)) != getattr(EvaluateConfig, name):
+        values = {name: getattr(self, name) for name in ignored[given[0]]}
+        if self.run is not None:
+            values = vars(encoder) | vars(settings) | values
+        defaults = vars(EncoderConfig()) | vars(SearchConfig()) | vars(EvaluateConfig)
+        for name, value in values.items():
+            if value != defaults[name]:
                 raise InputError(f"--{name} {value} has no effect on --{given[0]}; leave it out")
         cutoffs = [cutoff for cutoff in CUTOFFS if cutoff <= self.k or self.run is not None]
         if self.metric != EvaluateConfig.metric:

@@ -48,8 +48,8 @@ def load(
     files: paths of YAML files, or names of ready-made configs. options: name of a setting, such as
     ``bank.size`` -> its value as text; a list of texts for an option with several values; True for
     a switch. If two of the dataclasses have a setting with the same name, both get its value. A
-    ``replay.share`` is dropped with a warning if a later source chooses another method. A warning
-    is given for an option ``bank.*`` if the method has no bank.
+    value that a later source contradicts, such as the ``replay.share`` of another method, is
+    dropped with a warning. A warning is given for an option ``bank.*`` if the method has no bank.
 
     Raises InputError for a file that is not YAML, an unknown setting, or a value that is not
     allowed.
@@ -61,13 +61,7 @@ def load(
     sources.append(_from_texts(known, options or {}, "--"))
     given: dict[str, Given] = {}
     for source in sources:
-        # A share below 1 makes grad_cache another method, so the share of a config is not carried
-        # over to a method that a later config or option (--method, --methods) chooses.
-        method, before = source.get("methods", source.get("method")), given.get("method")
-        share = given.get("replay.share")
-        if method and before and method.value != before.value and share and share.value != 1:
-            _drop("replay.share", given, source, method)
-        _drop_choices(source, given)
+        _drop_contradicted(source, given)
         given |= source
     refuse_unknown(given, known)
     built = [_build(kind, given) for kind in kinds]
@@ -81,22 +75,23 @@ def load(
     return built
 
 
-def _drop_choices(source: Mapping[str, Given], given: dict[str, Given]) -> None:
-    """Remove values of ``given`` that a run chose and that settings of ``source`` contradict.
+def _drop_contradicted(source: Mapping[str, Given], given: dict[str, Given]) -> None:
+    """Remove values of ``given`` that settings of ``source`` contradict.
 
-    The config.yaml of a run has what was chosen for ``auto``, and may be the start of another run.
+    The config.yaml of a run, which may be the start of another one, has what was chosen for
+    ``auto``.
     """
-    size, method, before = "batch.micro_batch_size", source.get("method"), given.get("method")
-    if size in source:
-        _drop("batch.micro_batch_tokens", given, source, source[size])
-    elif (
-        size in given
-        and given[size].value == "auto"  # so the tokens were chosen, perhaps for another method
-        and method
-        and before
-        and method.value != before.value
-    ):
-        _drop("batch.micro_batch_tokens", given, source, method)
+    method, before = source.get("methods", source.get("method")), given.get("method")
+    if method and before and method.value != before.value:
+        # a share below 1 makes grad_cache another method, so another method has its own share
+        if "replay.share" in given and given["replay.share"].value != 1:
+            _drop("replay.share", given, source, method)
+        # with a size of auto, the tokens were chosen, for the other method
+        size = given.get("batch.micro_batch_size")
+        if size and size.value == "auto":
+            _drop("batch.micro_batch_tokens", given, source, method)
+    if size := source.get("batch.micro_batch_size"):
+        _drop("batch.micro_batch_tokens", given, source, size)
     attention = source.get("model.attention")
     if attention and attention.value in ("eager", "sdpa"):
         _drop("model.unpad", given, source, attention)
@@ -426,13 +421,8 @@ def read_config_file(path: str) -> dict[str, Given]:
     """
     content = read_yaml(path)
     values = flat(content)
-    grouped = {
-        f"{group}.{name}"
-        for group, inner in content.items()
-        if isinstance(inner, Mapping)
-        for name in inner
-    }
-    if twice := grouped & content.keys():
+    grouped = flat({name: value for name, value in content.items() if isinstance(value, Mapping)})
+    if twice := grouped.keys() & content.keys():
         raise InputError(f"{path}: {min(twice)} is set twice, in its group and by its full name")
     found = {name: Given(value, f"{path}: {name}") for name, value in values.items()}
     if version := found.pop("format_version", None):

@@ -12,6 +12,7 @@ import warnings
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -188,9 +189,7 @@ def load_examples(path: Path, policy: DataPolicy, name: str) -> ExampleTable:
     name: path or name of the data set as the user gave it, for messages.
     """
 
-    def named(message: str) -> str:
-        return with_name(message, path, name)
-
+    named = partial(with_name, path=path, name=name)
     if not os.path.isfile(path):
         raise InputError(f"{path}: no such file or folder")
     try:

@@ -1,6 +1,7 @@
 """Load the backbone of an encoder: a model of transformers, without layers after the encoder."""
 
 import logging
+import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -10,12 +11,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, BitsAndBytesConfig
 from transformers.models.auto import modeling_auto
-from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from contaccum.encoder.folders import ADAPTER_FILE, WEIGHTS, decoder_only
 from contaccum.errors import InputError, require
-from contaccum.runtime.hub import loading
+from contaccum.runtime.hub import loading, optional_file
 
 # matches the names of the weights of a layer
 LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.")
@@ -47,18 +47,10 @@ def load_backbone(
     else than an encoder.
     """
     source = {"subfolder": subfolder, "trust_remote_code": trust_remote_code}
-
-    def exists(file: str) -> bool:
-        quiet = {
-            "_raise_exceptions_for_missing_entries": False,
-            "_raise_exceptions_for_connection_errors": False,
-        }
-        return cached_file(name, file, subfolder=subfolder, **quiet) is not None
-
-    with loading(name), quiet_transformers():
-        # transformers would add such an adapter to the weights, even if they contain it already
-        twice = exists(ADAPTER_FILE) and (exists(WEIGHTS) or exists(f"{WEIGHTS}.index.json"))
-    if twice:
+    adapter = os.path.join(subfolder, ADAPTER_FILE)
+    weights = [os.path.join(subfolder, file) for file in (WEIGHTS, f"{WEIGHTS}.index.json")]
+    # transformers would add such an adapter to the weights, even if they contain it already
+    if optional_file(name, adapter) and any(optional_file(name, each) for each in weights):
         raise InputError(
             f"{f'{name}/{subfolder}'.rstrip('/')}: has an adapter ({ADAPTER_FILE}) and full "
             f"weights ({WEIGHTS}); expected one of them. If the weights contain the adapter, "

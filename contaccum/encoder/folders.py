@@ -541,7 +541,6 @@ def _refuse_options(name: str, subfolder: str, file: str, config: ModelFile) -> 
 
     file, config: see ``_transformer_config``.
     """
-
     called = config.get("processing_kwargs") or {}
     of_tokenizer = config.get("processor_kwargs") or config.get("tokenizer_args")
     of_model = config.get("config_kwargs") or config.get("config_args")

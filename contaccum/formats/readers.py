@@ -249,15 +249,19 @@ LABEL_NAMES = ("label", "score")
 """Names of fields that may say whether the positives are relevant."""
 
 
+FIRST_RECORDS = 1000
+"""Number of records whose fields are checked: training reads the known fields much faster."""
+
+
 def unread_fields(path: Path) -> list[str]:
     """Return a sentence about each field of a file of examples that is wrongly ignored.
 
     These are hard negatives with another name, and labels or scores that are low. Only the first
-    1,000 records are checked, because training reads the other fields of a record much faster.
+    records are checked.
     """
     form = FORMATS[kind_of_data(path)]  # type: ignore[index]
     sentences = {}
-    for _, record in islice(json_records(path, dict[str, Any], _RECORDS, ignore), 1000):
+    for record in _first_records(path):
         for name in unread_negatives(record, form):
             sentences[name] = f"field {name!r} is not read, expected {form.description}"
         for name in LABEL_NAMES:
@@ -272,9 +276,13 @@ def unread_fields(path: Path) -> list[str]:
 
 
 def has_answers(path: Path) -> bool:
-    """Return whether one of the first 1,000 records of a DPR file has answers."""
+    """Return whether one of the first records of a DPR file has answers."""
+    return any(record.get("answers") for record in _first_records(path))
+
+
+def _first_records(path: Path) -> Iterator[dict[str, Any]]:
     records = json_records(path, dict[str, Any], _RECORDS, ignore)
-    return any(record.get("answers") for _, record in islice(records, 1000))
+    return (record for _, record in islice(records, FIRST_RECORDS))
 
 
 def unread_negatives(record: dict[str, Any], form: type[Struct]) -> list[str]:

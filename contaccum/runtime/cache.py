@@ -7,12 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.errors import InputError
-from contaccum.runtime.files import (
-    cache_folder,
-    read_json,
-    whole_folder,
-    write_json,
-)
+from contaccum.runtime.files import cache_folder, read_json, whole_folder, write_json
 from contaccum.runtime.locks import waiting_lock
 
 SIZES = ".sizes.json"  # path of each file of a folder -> number of bytes

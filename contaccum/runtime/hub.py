@@ -106,22 +106,30 @@ def loading(name: str) -> AbstractContextManager[None]:
     )
 
 
+def optional_file(name: str, file: str) -> str | None:
+    """Return the path of a file in the folder or Hub repository of an encoder.
+
+    Return None if there is no such file.
+    """
+    from transformers.utils import cached_file  # not at the top: data sets do not need transformers
+
+    path: str | None = os.path.join(name, file)
+    if not os.path.isdir(name):
+        with loading(name):
+            path = cached_file(
+                name,
+                file,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+    return path if path is not None and os.path.lexists(path) else None
+
+
 def optional_json(name: str, file: str, type_: Any, version: int | None = None) -> Any:
     """Return the content of a JSON file in the folder or Hub repository of an encoder.
 
     Return None if there is no such file. Raises InputError if the content has a wrong type. type_
     and version: see ``read_json``.
     """
-    quiet = {
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
-    from transformers.utils import cached_file  # not at the top: data sets do not need transformers
-
-    path: str | None = os.path.join(name, file)
-    if not os.path.isdir(name):
-        with loading(name):
-            path = cached_file(name, file, **quiet)
-    if path is None or not os.path.lexists(path):
-        return None
-    return read_json(path, type_, version=version)
+    path = optional_file(name, file)
+    return None if path is None else read_json(path, type_, version=version)

@@ -103,8 +103,8 @@ class DevEvaluator:
         """Return whether a score is better than the best one, if the model of that still exists."""
         return not self.best or self.replaced or score > self.best["score"]
 
-    def add(self, step: int, score: float, model: str = "") -> None:
-        """Record the score after ``step`` steps. model: hash of the model, if it was saved."""
+    def add(self, step: int, score: float, model: str) -> None:
+        """Record the score after ``step`` steps. model: hash of the saved model."""
         if self.is_best(score):
             self.best = {"step": step, "score": score, "model": model, **self.measure()}
             self.worse, self.replaced = 0, False

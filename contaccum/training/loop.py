@@ -26,12 +26,7 @@ from contaccum.methods import METHODS
 from contaccum.methods.loss import LossValue
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import sha256_of, write_json, write_text
-from contaccum.runtime.launch import (
-    StopSignals,
-    is_main,
-    process_place,
-    refuse_ignored_launch,
-)
+from contaccum.runtime.launch import StopSignals, is_main, process_place, refuse_ignored_launch
 from contaccum.runtime.prefetch import prefetch
 from contaccum.runtime.processes import training_defaults
 from contaccum.training import automatic, messages, parts, run_folder
@@ -553,10 +548,8 @@ class Training:
         metrics, seconds = self._dev_metrics()
         score = metrics["mean"][self.config.run.metric]
         better = self.dev.is_best(score)
-        model = ""
         if better:
             self._save_model()
-            model = self._model_hash()
             if self.engine.is_main:
                 write_json(
                     self.folder / run_folder.DEV_METRICS_FILE,
@@ -564,7 +557,7 @@ class Training:
                 )
         self.log.evaluation(self.done, metrics["mean"], self.config.run.metric, seconds)
         # not earlier: if saving the model fails, a resumed run evaluates this step again
-        self.dev.add(self.done, score, model)
+        self.dev.add(self.done, score, self._model_hash())
         self.log.say(
             f"step {self.done}: dev {self.dev.label} {score:.4f}"
             f"{' (best so far)' if better else ''}"

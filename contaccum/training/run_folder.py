@@ -225,7 +225,7 @@ class Finished:
     total: int  # planned number of steps
     examples: int
     identity: dict[str, Any]  # see ``run_identity``
-    done: int | None = None  # number of steps if the run stopped early, else None or ``total``
+    done: int | None = None  # number of steps taken; None in files from before this field
 
 
 class Checkpoint(NamedTuple):

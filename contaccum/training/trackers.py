@@ -31,7 +31,8 @@ class TensorBoard:
 class WeightsAndBiases:
     """Tracker that sends the numbers to wandb.
 
-    Its local files are in the folder of the run, unless $WANDB_DIR is set.
+    Its local files are in the folder of the run, unless $WANDB_DIR is set. A resumed run is a new
+    one there, so ``resumed_at`` is not used.
     """
 
     def __init__(self, run: Path, config: dict[str, Any], resumed_at: int) -> None:
