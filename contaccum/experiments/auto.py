@@ -33,7 +33,7 @@ from typing import Literal
 import numpy as np
 from datasets import Dataset
 
-from contaccum.config import DataConfig, TrainConfig
+from contaccum.config import DataConfig, TrainConfig, validate
 from contaccum.config.experiments import AutoConfig
 from contaccum.config.load import flat
 from contaccum.data.dataset import load_training, open_dataset, require_other_dev
@@ -68,6 +68,7 @@ from contaccum.experiments.settings import Values, Variant, named
 from contaccum.experiments.tuning import Tuned, rung_shares, tune
 from contaccum.formats.records import Passage
 from contaccum.runtime.engine import Engine
+from contaccum.runtime.files import created_folder
 from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
 from contaccum.runtime.processes import encoding_device
@@ -75,7 +76,7 @@ from contaccum.runtime.units import duration
 from contaccum.training.log import read_log
 from contaccum.training.loop import Training
 from contaccum.training.parts import build_encoder
-from contaccum.training.run_folder import METRICS_FILE, planned_steps
+from contaccum.training.run_folder import METRICS_FILE, read_finished, refuse_other_files
 
 BANK = {"bank.age_decay": "1.0", "bank.row_weight": "current"}
 RECIPES: tuple[dict[str, str], ...] = (
@@ -120,7 +121,13 @@ def run_auto(configure: Configure, options: AutoConfig, began: float | None = No
     Raises InputError for wrong settings or data. Raises Interrupted after a signal.
     """
     auto = Auto(configure, options, time.monotonic() if began is None else began)
-    with waiting_lock(auto.output / LOCK_FILE, after=1.0), StopSignals():
+    with (
+        created_folder(auto.output),
+        waiting_lock(auto.output / LOCK_FILE, after=1.0),
+        StopSignals(),
+    ):
+        if not auto.state.file.is_file():
+            refuse_other_files(auto.output, STATE_FILE)
         auto.state.settings |= auto.contents()
         auto.state = State.read(auto.state.file, auto.state.settings, auto.began)
         try:
@@ -156,6 +163,7 @@ class Auto:
                 f"{', '.join(ignored)}",
                 stacklevel=2,
             )
+        validate(base, warn=False)  # each run warns about its settings without effect
         self.base = base
         self.output = Path(base.output_dir)
         self.data = base.data
@@ -484,7 +492,8 @@ class Auto:
         if not state.steps or not (self.output / "train").is_dir():
             state.steps = max(1, min(most, int(left / state.step_seconds(values))))
         # training ended, perhaps after fewer steps than it began with, and the test was stopped
-        state.steps = planned_steps(self.output / "train") or state.steps
+        ended = read_finished(self.output / "train")
+        state.steps = ended.total if ended else state.steps
         evaluations = state.evaluations(self.total)
         evaluating = evaluations * state.expected("dev")
         config = self._run_config("train", values, state.steps, evaluations)

@@ -77,17 +77,23 @@ def claimed_folder(config: TrainConfig) -> Iterator[None]:
                     "another output_dir."
                 )
             _refuse_changed_settings(config)
-        elif run.is_dir() and not all(
-            path.name.startswith(LOCK_FILE) or is_leftover(path.name) for path in run.iterdir()
-        ):
-            raise InputError(
-                f"output_dir {run}: not empty, and without the {CONFIG_FILE} of a run. Choose an "
-                "empty folder, or the folder of a run with --resume."
-            )
+        else:
+            refuse_other_files(run, CONFIG_FILE)
         if is_main():
             sweep(run)
             sweep(run / "checkpoints")
         yield
+
+
+def refuse_other_files(folder: Path, missing: str) -> None:
+    """Raise InputError if a folder without the file ``missing`` of a run has other files."""
+    if folder.is_dir() and not all(
+        path.name.startswith(LOCK_FILE) or is_leftover(path.name) for path in folder.iterdir()
+    ):
+        raise InputError(
+            f"output_dir {folder}: not empty, and without the {missing} of a run. Choose an empty "
+            "folder, or the folder of a run to continue it."
+        )
 
 
 def refuse_changes(where: str, changes: list[str], allowed: bool) -> None:
@@ -303,10 +309,10 @@ def finished_identity(config: TrainConfig) -> dict[str, Any] | None:
     Raises InputError if the run would now need more steps.
     """
     run = Path(config.output_dir)
-    whole = (run / FINISHED_FILE).is_file() and (run / "model" / SETTINGS_FILE).is_file()
-    if not config.resume or not whole or all_checkpoints(run):
+    whole = (run / "model" / SETTINGS_FILE).is_file() and not all_checkpoints(run)
+    finished = read_finished(run) if config.resume and whole else None
+    if finished is None:
         return None
-    finished = read_json(run / FINISHED_FILE, Finished, version=STATE_VERSION)
     total = total_steps(config, finished.examples)
     if total > finished.total:
         raise InputError(
@@ -317,10 +323,10 @@ def finished_identity(config: TrainConfig) -> dict[str, Any] | None:
     return finished.identity
 
 
-def planned_steps(run: Path) -> int | None:
-    """Return the number of steps that an ended run last planned. None: it has not ended."""
+def read_finished(run: Path) -> Finished | None:
+    """Return the record of an ended run. None: it has not ended, or kept its checkpoints."""
     file = run / FINISHED_FILE
-    return read_json(file, Finished, version=STATE_VERSION).total if file.is_file() else None
+    return read_json(file, Finished, version=STATE_VERSION) if file.is_file() else None
 
 
 def total_steps(config: TrainConfig, examples: int) -> int:

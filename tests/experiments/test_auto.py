@@ -357,9 +357,8 @@ def test_settings_that_auto_chooses_are_named(tmp_path):
 
 def test_distillation_without_dev_data_is_refused(tmp_path):
     """Held-out data have no teacher scores, and training said that the user's data have none."""
-    given = train_config(
-        write_beir(tmp_path / "data"), tmp_path / "auto", **{"loss.distillation": "kl"}
-    )
+    changes = {"loss.distillation": "kl", "data.hard_negatives": 1}
+    given = train_config(write_beir(tmp_path / "data"), tmp_path / "auto", **changes)
     (tmp_path / "data" / "qrels" / "dev.tsv").unlink()
     with pytest.raises(InputError, match=r"^loss\.distillation is kl, so data\.dev must be set"):
         auto_of(given, "1h")
@@ -424,6 +423,9 @@ def test_only_cont_accum_has_a_fixed_micro_batch(tmp_path):
         (["--time", "1h", "--test_split", "dev"], "data.dev is the test data"),
         (["--time", "1h", "--test_split", "tset"], "test_split is tset, but "),
         (["--time", "1h", "--data.dev_split", "dve"], "data.dev_split is dve, but "),
+        (["--time", "1h", "--run.metric", "ndcg@7"], "run.metric is 'ndcg@7'"),
+        (["--time", "1h", "--run.sharding", "fsdp"], "run.sharding is fsdp"),
+        (["--time", "1h", "--data.train", ""], "data.train is not set"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_written(
@@ -436,6 +438,15 @@ def test_wrong_arguments_are_refused_before_anything_is_written(
     assert main(["auto", *base, *arguments]) == 2
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "auto").exists()
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path, capsys):
+    """The dev set would replace the folder ``data``."""
+    data = write_beir(tmp_path / "project" / "data" / "mine")
+    arguments = ["--data.train", str(data), "--model.name", "tiny", "--time", "1h"]
+    assert main(["auto", *arguments, "--output_dir", str(tmp_path / "project")]) == 2
+    assert "not empty, and without the auto.json of a run" in capsys.readouterr().err
+    assert (data / "corpus.jsonl").is_file()
 
 
 @pytest.mark.parametrize(
