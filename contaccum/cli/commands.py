@@ -436,7 +436,7 @@ COMMANDS = {
         "%(prog)s --config FILE --methods a,b,c [--budget 200000f] [--tune GROUP.FIELD=v1,v2 ...] "
         "--output_dir DIR [options]",
         (CompareConfig, TrainConfig),
-        skip=("resume",),
+        skip=("resume", "allow_changes"),
         group="measure and compare",
         example="contaccum compare --config finetune --methods grad_cache,cont_accum "
         "--data.train MY_FOLDER --model.name MODEL --output_dir runs/compare",

@@ -124,12 +124,15 @@ class Study:
             for variant in self.variants
             if len(variant.candidates) > 1
         ]
-        rungs = any(len(each.shares) > 1 for each in self.tuned)
-        if self.base.optim.warmup_steps >= 1 and (self.budget or rungs):
-            raise InputError(
-                f"optim.warmup_steps is {self.base.optim.warmup_steps}, but --budget and --tune "
-                "change the number of steps. Use a share of the steps, such as 0.1."
-            )
+        if options.rungs and not self.tuned:
+            raise InputError(f"--rungs {options.rungs} has no effect without --tune; leave it out")
+        # the configs of all runs
+        self.configs = [
+            self.config(variant.changes(candidate))
+            for variant in self.variants
+            for candidate in variant.candidates
+        ]
+        self._check_steps()
         if self.budget and not self.budget.in_seconds:
             self._warn_of_unequal_passes()
         # BM25 has one evaluation, the untrained encoder one for each value that affects it
@@ -152,13 +155,36 @@ class Study:
         # data and encoders of a job -> their hashes
         self.contents: dict[str, dict[str, str]] = {}
 
+    def _check_steps(self) -> None:
+        """Refuse settings of the number of steps that a budget or tuning overrides."""
+        if self.budget:
+            names = {
+                name
+                for variant in self.variants
+                for candidate in variant.candidates
+                for name, _ in variant.changes(candidate)
+            }
+            if given := names.intersection(("optim.max_steps", "optim.epochs")):
+                raise InputError(
+                    f"--budget sets the number of steps, so {min(given)} has no effect on a run; "
+                    "leave out one of the two"
+                )
+            if (steps := self.base.optim.max_steps) is not None:
+                warnings.warn(
+                    f"--budget sets the number of steps, so optim.max_steps {steps} has no effect",
+                    stacklevel=3,
+                )
+        rungs = any(len(each.shares) > 1 for each in self.tuned)
+        warmups = [config.optim.warmup_steps for config in self.configs]
+        if max(warmups) >= 1 and (self.budget or rungs):
+            raise InputError(
+                f"optim.warmup_steps is {max(warmups)}, but --budget and --tune change the number "
+                "of steps. Use a share of the steps, such as 0.1."
+            )
+
     def _warn_of_unequal_passes(self) -> None:
         """Warn if a forward pass of a pair costs more in some runs than in others."""
-        runs = [
-            flat(asdict(self.config(variant.changes(candidate))))
-            for variant in self.variants
-            for candidate in variant.candidates
-        ]
+        runs = [flat(asdict(config)) for config in self.configs]
         if differ := [name for name in COST_OF_A_PASS if len({run[name] for run in runs}) > 1]:
             warnings.warn(
                 f"--budget {self.options.budget} counts forward passes of a pair, which do not "
@@ -195,10 +221,8 @@ class Study:
             )
         if self.tuned and not self.base.data.dev:
             raise InputError("data.dev: not set; tuning needs dev data")
-        for variant in self.variants:
-            for candidate in variant.candidates:
-                config = self.config(variant.changes(candidate))
-                require_unseen(test, split, config.data)
+        for config in self.configs:
+            require_unseen(test, split, config.data)
         return {"data": test, "split": split}
 
     def run(self, signals: StopSignals) -> str:

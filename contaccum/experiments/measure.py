@@ -172,7 +172,8 @@ class Probe:
         n, whole = self.config.batch.global_batch_size, self.config.spec.single_micro_batch
         most = min(n, self.config.bank_size() or n)  # the pairs of a push must fit into the bank
         sizes = [n] if whole else [size for size in range(1, most + 1) if n % size == 0]
-        small = sorted({max(1, n // 8), max(1, n // 4)} if whole else {1, min(2, most)})
+        # two sizes, so that a line goes through their peaks
+        small = sorted({max(1, n // 8), min(n, max(2, n // 4))} if whole else {1, min(2, most)})
         peaks: dict[int, float] = {}
         began = time.perf_counter()
         for size in small:

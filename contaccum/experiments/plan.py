@@ -30,6 +30,10 @@ def run_plan(options: PlanConfig, config: TrainConfig) -> str:
     elif options.methods:
         methods = read_names("--methods", options.methods, METHOD_SPECS)
     config = replace(config, output_dir=config.output_dir or "not written to")
+    for method in methods:
+        # other methods may not read all settings of the config
+        varied = replace(config, method=method)  # type: ignore[arg-type]
+        validate(varied, warn=method == config.method)
     measured: dict[str, Measurement] = {}
     began = time.monotonic()
     print(
@@ -38,11 +42,8 @@ def run_plan(options: PlanConfig, config: TrainConfig) -> str:
         file=sys.stderr,
     )
     for done, method in enumerate(methods, start=1):
-        varied = replace(config, method=method)  # type: ignore[arg-type]
-        # other methods may not read all settings of the config
-        validate(varied, warn=method == config.method)
         print(f"[{done}/{len(methods)}] {method}", file=sys.stderr)
-        measured[method] = measure_method(varied, budget)
+        measured[method] = measure_method(replace(config, method=method), budget)  # type: ignore[arg-type]
         left = (time.monotonic() - began) / done * (len(methods) - done)
         if left:
             print(f"about {duration(left)} left", file=sys.stderr)
@@ -79,7 +80,7 @@ def render(measured: dict[str, Measurement], config: TrainConfig, budget: int) -
     ]
     lines += [f"auto on this machine: {line}" for line in dict.fromkeys(chosen)]
     context = max(found.context for found in measured.values())
-    if context >= budget:
+    if context and context >= budget:
         lines.append(
             f"CUDA and other programs on this GPU use {gigabytes(context)}, so no size fits into "
             "the budget. End the other programs, or raise --memory."

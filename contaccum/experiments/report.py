@@ -1,6 +1,7 @@
 """Reports on training runs: the table in the terminal, the HTML page, and compare.json."""
 
 import shutil
+import statistics
 import warnings
 from collections.abc import Sequence
 from math import isfinite
@@ -64,8 +65,9 @@ def console_report(
     runs = [load_run_record(folder) for folder in folders]
     warn_of_different_tests(runs)
     groups, found = group_runs(runs), []
+    scored = any(run.metrics for run in runs)
     for group in groups:
-        warn_of_missing_results(group)
+        warn_of_group(group, scored)
     if against is not None:
         reference = [run for run in runs if run.folder.resolve() == Path(against).resolve()]
         if not reference:
@@ -82,8 +84,17 @@ def console_report(
     return f"{table}\n\n{page}" if page else table
 
 
-def warn_of_missing_results(group: RunGroup) -> None:
-    """Warn of runs that were stopped, and of runs that are not in the mean of their group."""
+def warn_of_group(group: RunGroup, scored: bool) -> None:
+    """Warn of stopped runs, of runs without metrics, and of seeds with other training data.
+
+    scored: whether the report has a run with metrics.
+    """
+    if len({run.data for run in group.runs} - {None}) > 1:
+        warnings.warn(
+            f"{group.label}: its runs were trained on different data, although the path is the "
+            "same; train them again on the same data",
+            stacklevel=3,
+        )
     for run in group.runs:
         if not run.finished:
             last = max((line["step"] for line in run.steps), default=0)
@@ -92,10 +103,9 @@ def warn_of_missing_results(group: RunGroup) -> None:
                 "with --resume, or leave it out of the comparison.",
                 stacklevel=3,
             )
-        if not run.metrics and any(other.metrics for other in group.runs):
+        if not run.metrics and scored:
             warnings.warn(
-                f"{run.folder}: has no {METRICS_FILE}, so it is not in the mean of {group.label}; "
-                "evaluate it",
+                f"{run.folder}: has no {METRICS_FILE}, so it has no score here; evaluate it",
                 stacklevel=3,
             )
 
@@ -232,7 +242,7 @@ def p_value(p: float | None) -> str:
 
 
 def cost_of(group: RunGroup) -> dict[str, int]:
-    """Return N of the group, and the steps, pairs and forward passes of one run.
+    """Return N of the group, and the steps, pairs and forward passes of a run (mean over seeds).
 
     Forward passes are counted per pair: a pass over n pairs counts as n. A backward pass counts as
     2 forward passes. Return {} for a baseline.
@@ -240,14 +250,16 @@ def cost_of(group: RunGroup) -> dict[str, int]:
     if group.method is None:
         return {}
     size, share = group.setting("batch.global_batch_size"), group.setting("replay.share")
-    steps = max((line["step"] for line in group.runs[0].steps), default=0)
+    steps = statistics.mean(
+        max((line["step"] for line in run.steps), default=0) for run in group.runs
+    )
     by_tokens = group.setting("batch.micro_batch_tokens") is not None
     micro_batch_size = None if by_tokens else group.setting("batch.micro_batch_size")
     price = METHOD_SPECS[group.method].cost(size, micro_batch_size, share)
     return {
         "N": size,
-        "steps": steps,
-        "pairs": steps * size,
+        "steps": round(steps),
+        "pairs": round(steps * size),
         "forward_passes": round(steps * size * price),
     }
 

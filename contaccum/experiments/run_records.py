@@ -53,6 +53,7 @@ class RunRecord:
     metrics: dict[str, Any] | None
     environment: dict[str, Any]
     finished: bool = True  # False: the run was stopped; True if that is not known
+    data: str | None = None  # hash of the training data of an ended run without checkpoints
 
     @property
     def name(self) -> str:
@@ -147,9 +148,12 @@ def load_run_record(folder: str | Path) -> RunRecord:
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if "dev" in line]
     # a run that keeps no checkpoints ends with this file
-    keeps = config.get("run.keep_checkpoints") is not None
-    finished = keeps or (path / FINISHED_FILE).is_file()
-    return RunRecord(path, config, steps, evaluations, metrics, read_environment(path), finished)
+    file = path / FINISHED_FILE
+    finished = file.is_file() or config.get("run.keep_checkpoints") is not None
+    data = read_json(file).get("identity", {}).get("data") if file.is_file() else None
+    return RunRecord(
+        path, config, steps, evaluations, metrics, read_environment(path), finished, data
+    )
 
 
 def best_first(groups: Iterable["RunGroup"], metric: str) -> list["RunGroup"]:

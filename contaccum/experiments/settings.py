@@ -40,9 +40,9 @@ def named(first: str, values: Values) -> str:
     )
 
 
-def comma_list(text: str) -> list[str]:
+def split_at_commas(text: str) -> list[str]:
     """Split a text at its commas. A comma inside square brackets does not split."""
-    return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
+    return re.split(r",(?![^\[]*\])", text)
 
 
 def read_names(option: str, text: str, known: Iterable[str]) -> list[str]:
@@ -50,7 +50,7 @@ def read_names(option: str, text: str, known: Iterable[str]) -> list[str]:
 
     Raise InputError for a name that ``known`` lacks.
     """
-    names = list(dict.fromkeys(comma_list(text)))
+    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     for name in names:
         if name not in known:
             raise InputError(f"{option}: {name!r} is unknown; choose from {', '.join(known)}")
@@ -63,11 +63,12 @@ def read_values(option: str, entries: tuple[str, ...]) -> dict[str, list[str]]:
     for entry in entries:
         name, _, values = entry.partition("=")
         _check_name(f"{option}: {entry!r}", name, tuned=option == "--tune")
-        if name in found or not comma_list(values):
+        if name in found or not values.strip():
             raise InputError(
                 f"{option}: {entry!r}; expected GROUP.FIELD=v1,v2, and each setting only once"
             )
-        found[name] = list(dict.fromkeys(comma_list(values)))
+        # a prefix may be empty, or end with a space
+        found[name] = list(dict.fromkeys(part.lstrip() for part in split_at_commas(values)))
     return found
 
 
@@ -135,6 +136,7 @@ def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
             raise InputError(
                 f"{where}: method is {method!r}; choose from {', '.join(METHOD_SPECS)}"
             )
+        given = {*row, *(tune if isinstance(tune, dict) else ())}  # by this entry
         if tune is None:
             tune = {name: values for name, values in tuned.items() if name not in row}
         if not isinstance(tune, dict) or not all(
@@ -144,8 +146,12 @@ def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
                 f"{where}: tune is {tune!r}; expected settings with lists of values, such as "
                 "{bank.size: [64, 128]}"
             )
+        if label in ("bm25", "untrained"):
+            raise InputError(f"{where}: this is the name of a baseline; choose another name")
         for name in (*row, *tune):
             _check_name(where, name, tuned=name in tune)
+            if name in given and not affects(name, method):
+                raise InputError(f"{where}: {name} has no effect with {method}; leave it out")
             if name in row and name in tune:
                 raise InputError(
                     f"{where}: {name!r} has a value and is tuned; remove one of the two"

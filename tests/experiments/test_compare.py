@@ -29,7 +29,7 @@ from contaccum.experiments import jobs as jobs_module
 from contaccum.experiments.compare import Study, require_unseen
 from contaccum.experiments.jobs import Job, Worker, contents_of, run_job
 from contaccum.experiments.run_records import RunRecord, group_runs
-from contaccum.experiments.settings import read_values, variants
+from contaccum.experiments.settings import read_settings, read_values, variants
 from contaccum.runtime.files import read_json
 from contaccum.training.log import read_log
 from contaccum.training.run_folder import flat
@@ -213,6 +213,11 @@ def test_folder_with_other_settings_is_refused(study_folder, capsys):
         (["--budget", "40f"], "one step of cont_accum costs"),
         (["--budget", "96f", "--optim.warmup_steps", 2], "Use a share of the steps"),
         (["--rungs", 0], "--rungs is 0"),
+        (["--rungs", 3], "--rungs 3 has no effect without --tune"),
+        (
+            ["--budget", "96f", "--vary", "optim.warmup_steps=0.1,2"],
+            "optim.warmup_steps is 2, but --budget",
+        ),
         (["--tune", "bank.size=2,3"], "cont_accum-size=2: bank.size is 2, but"),
         (["--tune", "bank.size=16", "--tune", "bank.size=24"], "each setting only once"),
         (["--against", "in_batch"], "--against is 'in_batch'; choose from cont_accum"),
@@ -233,6 +238,7 @@ def test_folder_with_other_settings_is_refused(study_folder, capsys):
         ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:--budget sets the number of steps")
 def test_wrong_options_are_refused_before_the_first_run(
     study_folder, tmp_path, capsys, monkeypatch, arguments, sentence
 ):
@@ -359,7 +365,7 @@ def test_a_budget_of_passes_warns_of_passes_that_cost_more(tmp_path):
     def study(budget: str, rows: str) -> Study:
         file.write_text(rows)
         options = CompareConfig(settings=str(file), budget=budget, test_split="dev")
-        plain = train_config(data, tmp_path / "study")
+        plain = train_config(data, tmp_path / "study", **{"optim.max_steps": None})
         return Study(partial(with_changes, plain), options)
 
     same = "a: {method: grad_cache}\nb: {method: grad_accum}\n"
@@ -370,6 +376,39 @@ def test_a_budget_of_passes_warns_of_passes_that_cost_more(tmp_path):
         warnings.simplefilter("error")
         study("960f", same)
         study("9s", longer)
+
+
+def test_settings_of_the_number_of_steps_and_a_budget_contradict_each_other(tmp_path):
+    data, file = write_beir(tmp_path / "data"), tmp_path / "rows.yaml"
+    file.write_text("a: {method: grad_cache, optim.epochs: 3}\n")
+    plain = train_config(data, tmp_path / "study", **{"optim.max_steps": 5})
+    configure = partial(with_changes, plain)
+    for name in ("optim.epochs=1,5", "optim.max_steps=1,5"):
+        options = CompareConfig(vary=(name,), budget="960f", test_split="dev")
+        with pytest.raises(InputError, match=rf"{name.split('=')[0]} has no effect on a run"):
+            Study(configure, options)
+    with pytest.raises(InputError, match=r"optim\.epochs has no effect on a run"):
+        Study(configure, CompareConfig(settings=str(file), budget="960f", test_split="dev"))
+    with pytest.warns(UserWarning, match=r"so optim\.max_steps 5 has no effect"):
+        Study(configure, CompareConfig(budget="960f", test_split="dev"))
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ("untrained: {method: grad_cache}", "untrained: this is the name of a baseline"),
+        ("a: {method: in_batch, bank.size: 64}", "bank.size has no effect with in_batch"),
+        ("a: {method: grad_cache, tune: {bank.size: [4, 8]}}", "bank.size has no effect with grad"),
+    ],
+)
+def test_entries_that_would_be_misread_are_refused(row, sentence, tmp_path):
+    file = tmp_path / "rows.yaml"
+    file.write_text(row)
+    with pytest.raises(InputError, match=sentence):
+        read_settings(str(file), {})
+    # settings for all entries are tuned where they have an effect
+    file.write_text("a: {method: grad_cache}")
+    assert read_settings(str(file), {"bank.size": ["4"]})[0].candidates == ((),)
 
 
 def test_warnings_of_two_runs_are_shown_once_and_the_last_line_of_each_running_job(
@@ -661,6 +700,9 @@ def test_different_runs_with_one_folder_are_refused(study_folder, tmp_path, caps
 def test_methods_vary_only_over_settings_that_they_use():
     assert read_values("--vary", ("loss.matryoshka_dims=[64,32],[],[16]",)) == {
         "loss.matryoshka_dims": ["[64,32]", "[]", "[16]"]
+    }
+    assert read_values("--vary", ("model.query_prefix=,query: , a",)) == {
+        "model.query_prefix": ["", "query: ", "a"]
     }
     varied = read_values(
         "--vary", ("bank.size=1,2", "batch.micro_batch_size=4,8", "optim.learning_rate=1,2")

@@ -68,6 +68,22 @@ def test_sizes_that_are_predicted_not_to_fit_are_not_measured(probe):
     assert probe.largest_micro_batch(1000) == (None, None)
 
 
+def test_a_small_batch_in_one_pass_is_measured_at_two_sizes(probe):
+    """An eighth and a quarter of 4 pairs are both 1, and one point predicted that nothing fits."""
+    batch = replace(probe.config.batch, global_batch_size=4, micro_batch_size="auto")
+    probe.config = replace(probe.config, method="in_batch", batch=batch)
+    assert probe.largest_micro_batch(3000) == (4, 1000 + 20 * 4 + 4**2)
+    assert probe.measured == [1, 2, 4]
+
+
+def test_no_method_is_measured_if_another_one_is_invalid(tmp_path, monkeypatch):
+    """The measurements of the methods before it were lost."""
+    monkeypatch.setattr("contaccum.experiments.plan.measure_method", None)  # a call would fail
+    config = train_config(write_beir(tmp_path / "data"), tmp_path, "grad_cache", **{"bank.size": 2})
+    with pytest.raises(InputError, match=r"bank\.size is 2, but .* can push"):
+        run_plan(PlanConfig(methods="grad_cache,cont_cache"), config)
+
+
 def test_a_size_divides_an_odd_number_of_pairs(probe):
     """Two pairs are measured and fit, but three, the next size, do not."""
     probe.config = replace(probe.config, batch=replace(probe.config.batch, global_batch_size=15))

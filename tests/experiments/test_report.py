@@ -166,10 +166,38 @@ def test_runs_that_did_not_end_or_have_no_metrics_are_named(tmp_path, recwarn):
     console_report(runs, "ndcg@10")  # negative control
     assert not recwarn.list
     (tmp_path / "a1" / "metrics.json").unlink()
-    with pytest.warns(UserWarning, match=r"a1: has no metrics.json, so it is not in the mean of"):
+    with pytest.warns(UserWarning, match=r"a1: has no metrics.json, so it has no score here"):
         console_report(runs, "ndcg@10")
     groups = group_runs([load_run_record(run) for run in runs])
     assert [row["seeds"] for row in results(groups, "ndcg@10", [])] == [[0]]
+    other = folder(tmp_path / "b", "in_batch", [1.0] * 3)
+    (tmp_path / "b" / "metrics.json").unlink()
+    with pytest.warns(UserWarning, match=r"b: has no metrics.json"):
+        console_report([runs[0], str(other)], "ndcg@10", against=runs[0])
+
+
+def test_seeds_that_were_trained_on_other_data_are_named(tmp_path, recwarn):
+    """The data at the same path had changed between the two runs."""
+    for seed in (0, 1):
+        run = folder(
+            tmp_path / f"a{seed}", "grad_cache", [1.0], seed=seed, **{"run.keep_checkpoints": None}
+        )
+        (run / "finished.json").write_text(json.dumps({"identity": {"data": "x"}}))
+    runs = [str(tmp_path / name) for name in ("a0", "a1")]
+    console_report(runs, "ndcg@10")  # negative control
+    assert not recwarn.list
+    (tmp_path / "a1" / "finished.json").write_text(json.dumps({"identity": {"data": "y"}}))
+    with pytest.warns(UserWarning, match=r"^a: its runs were trained on different data"):
+        console_report(runs, "ndcg@10")
+
+
+def test_the_cost_of_a_row_is_the_mean_over_its_seeds(tmp_path):
+    """Early stopping ends each seed after another number of steps."""
+    for seed, steps in ((0, 8), (1, 4)):
+        folder(tmp_path / f"a{seed}", "grad_cache", [1.0] * steps, 0.5, seed=seed)
+    runs = [load_run_record(tmp_path / name) for name in ("a0", "a1")]
+    (row,) = results(group_runs(runs), "ndcg@10", [])
+    assert (row["steps"], row["pairs"]) == (6, 6 * row["N"])
 
 
 def study(tmp_path: Path):
