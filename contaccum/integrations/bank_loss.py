@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from contaccum.batch import NO_PASSAGE, RowIds
+from contaccum.config import BankConfig
 from contaccum.config.declare import NonNegativeInt, PositiveFloat
 from contaccum.config.load import converted
 from contaccum.errors import InputError, NotFiniteError
@@ -61,14 +62,18 @@ class BankLoss:
         temperature = converted(PositiveFloat, temperature, "temperature")
         if similarity not in ("cosine", "dot"):
             raise InputError(f"similarity is {similarity!r}; expected cosine or dot")
-        self.bank_size, self.similarity, self.hard_negatives = bank_size, similarity, hard_negatives
-        self.size = bank_size or 0
-        self.bank_options = dict(bank_options)
+        mask_false_negatives = converted(bool, mask_false_negatives, "mask_false_negatives")
+        self.hard_negatives = converted(bool, hard_negatives, "hard_negatives")
+        self.bank_size, self.similarity, self.size = bank_size, similarity, bank_size or 0
+        kinds = {**get_type_hints(BankConfig, include_extras=True), "queries": bool}
+        options = self.bank_options = {
+            name: converted(kinds[name], value, name) if name in kinds else value
+            for name, value in bank_options.items()
+        }
         self.options = BankOptions(
-            columns_only=not bank_options.pop("queries", True), **bank_options
+            columns_only=not options.get("queries", True),
+            **{name: value for name, value in options.items() if name != "queries"},
         )
-        if self.options.row_weight not in ("all", "current"):
-            raise InputError(f"row_weight is {self.options.row_weight!r}; expected all or current")
         self.loss = InfoNCE(temperature, mask_false_negatives)
         self.begun = False
         self.bank: Bank | None = None
@@ -132,6 +137,11 @@ class BankLoss:
             queries, passages = F.normalize(queries, dim=-1), F.normalize(passages, dim=-1)
         if ids is None:
             ids = torch.full(passages.shape[:2], NO_PASSAGE, device=queries.device)
+        elif ids.shape != passages.shape[:2] or ids.dtype != torch.int64 or ids.min() < 0:
+            raise InputError(
+                f"ids have shape {tuple(ids.shape)}, type {ids.dtype} and the smallest value "
+                f"{ids.min()}; expected {tuple(passages.shape[:2])}, int64 and at least 0"
+            )
         if not training:
             return self.loss(queries, passages, _row_ids(ids)).value
         if not self.begun:
@@ -140,6 +150,12 @@ class BankLoss:
                 "trainer, or call begin() and end_step() in your own loop."
             )
         group = started_elsewhere(queries.device)
+        if others := group.differing(str(list(passages.shape))):
+            raise InputError(
+                f"the passages of a batch have shape (B, 1 + H, d) {tuple(passages.shape)} in rank "
+                f"{group.rank} ({others}); every process needs equally many pairs and hard "
+                "negatives in each batch"
+            )
         queries, passages, ids = (group.all_rows(each) for each in (queries, passages, ids))
         if 0 < self.size < (pairs := len(queries)):
             raise InputError(
@@ -212,10 +228,10 @@ def _row_ids(ids: Tensor) -> RowIds:
     return RowIds(ids.cpu(), ids[:, :1].cpu())
 
 
-def write_bank(folder: Path, state: State) -> None:
-    """Write the state of a bank to a file in a checkpoint folder."""
+def write_bank(folder: Path, state: State, name: str = BANK_FILE) -> None:
+    """Write the state of a bank to the file ``name`` in a checkpoint folder."""
     tensors, numbers = state
-    with whole_file(folder / BANK_FILE) as file:
+    with whole_file(folder / name) as file:
         file.write(
             save(
                 {name: tensor.cpu() for name, tensor in tensors.items()},
@@ -224,14 +240,14 @@ def write_bank(folder: Path, state: State) -> None:
         )
 
 
-def read_bank(folder: Path) -> State:
-    """Read the state of a bank from a checkpoint folder. Raise InputError if there is none."""
-    if not (folder / BANK_FILE).is_file():
+def read_bank(folder: Path, name: str = BANK_FILE) -> State:
+    """Read the state that ``write_bank`` wrote. Raise InputError if there is none."""
+    if not (folder / name).is_file():
         raise InputError(
-            f"{folder / BANK_FILE}: no such file; expected a checkpoint that ContAccumCallback "
+            f"{folder / name}: no such file; expected a checkpoint that ContAccumCallback "
             "saved. If it is in another folder, set resume_from_checkpoint in the training "
             "arguments to it."
         )
-    with safe_open(folder / BANK_FILE, "pt") as file:
+    with safe_open(folder / name, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return tensors, json.loads(file.metadata()["bank"])

@@ -21,6 +21,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from contaccum.errors import InputError
 from contaccum.integrations.bank_loss import BankLoss as ContAccumLoss
 
 __all__ = ["ContAccumCallback", "ContAccumLoss"]
@@ -32,14 +33,21 @@ class ContAccumCallback(Callback):
     def __init__(self, loss: ContAccumLoss) -> None:
         self.loss = loss
         self.steps = 0  # number of finished optimizer steps
+        self.restored = False  # whether the checkpoint had a bank
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             # the trainer calls load_state_dict later, so a checkpoint replaces the empty bank
             self.loss.begin()
+            self.restored = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.steps = trainer.global_step
+        if self.steps and not self.restored:
+            raise InputError(
+                f"{trainer.ckpt_path}: has no bank; expected a checkpoint that was saved with "
+                "ContAccumCallback"
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -54,3 +62,4 @@ class ContAccumCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.loss.begin((state_dict["tensors"], state_dict["numbers"]))
+        self.restored = True

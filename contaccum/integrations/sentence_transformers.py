@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
+from contaccum.config.declare import PositiveInt
+from contaccum.config.load import converted
 from contaccum.errors import InputError
-from contaccum.integrations.bank_loss import BankLoss, content_ids, read_bank, write_bank
+from contaccum.integrations.bank_loss import BANK_FILE, BankLoss, content_ids, read_bank, write_bank
 from contaccum.runtime.files import read_json
 
 
@@ -60,7 +62,8 @@ class ContAccumLoss(CachedLossMixin, nn.Module):
         """
         super().__init__()
         self.model = model
-        self.mini_batch_size = mini_batch_size  # type: ignore[assignment]
+        mini_batch_size = converted(PositiveInt | None, mini_batch_size, "mini_batch_size")
+        self.mini_batch_size = mini_batch_size
         self.uses_gradient_cache = mini_batch_size is not None
         for module in model.modules():  # the pooler of BERT is not used, so it is not trained
             if isinstance(getattr(module, "pooler", None), nn.Module):
@@ -166,23 +169,38 @@ def tokens_of_texts(features: dict[str, Tensor]) -> list[list[int]]:
 
 
 class ContAccumCallback(TrainerCallback):
-    """Callback that tells the bank when a step ends, and saves the bank in checkpoints."""
+    """Callback that tells each bank when a step ends, and saves the banks in checkpoints."""
 
-    def __init__(self, loss: ContAccumLoss) -> None:
-        self.loss = loss
-        self.bank_loss = loss.bank_loss
+    def __init__(self, *losses: ContAccumLoss) -> None:
+        """losses: one loss, or one of each data set, always in the same order."""
+        self.losses = losses
+        # name of the file in a checkpoint -> loss
+        self.files = {
+            f"{number or ''}{BANK_FILE}": loss.bank_loss for number, loss in enumerate(losses)
+        }
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start a new run with an empty bank.
 
         Start a resumed run with the bank of the checkpoint.
         """
+        if getattr(state, "contaccum", self) is not self:  # the trainer makes a new state
+            raise InputError(
+                "there are two ContAccumCallback; expected one, with all losses: "
+                "ContAccumCallback(loss_a, loss_b)"
+            )
+        state.contaccum = self
+        if args.world_size > 1 and len(self.losses) > 1:
+            raise InputError(
+                f"{len(self.losses)} losses with banks train in several processes, which may take "
+                "batches of different data sets at the same time; use one loss for all data sets"
+            )
         # a pass of a Router uses only one tower; DistributedDataParallel would treat the other
         # tower as unused parameters
-        routed = any(isinstance(module, Router) for module in self.loss.model.modules())
-        searches = (
-            args.ddp_find_unused_parameters is not False and not self.loss.uses_gradient_cache
-        )
+        modules = [module for loss in self.losses for module in loss.model.modules()]
+        routed = any(isinstance(module, Router) for module in modules)
+        cached = all(loss.uses_gradient_cache for loss in self.losses)
+        searches = args.ddp_find_unused_parameters is not False and not cached
         if args.world_size > 1 and routed and searches:
             raise InputError(
                 f"ddp_find_unused_parameters is {args.ddp_find_unused_parameters}, but the model "
@@ -199,17 +217,20 @@ class ContAccumCallback(TrainerCallback):
         folder = (
             Path(named) if isinstance(named, str) and Path(named).is_dir() else _folder(args, state)
         )
-        self.bank_loss.begin(read_bank(folder) if state.global_step else None, pairs)
+        for name, loss in self.files.items():
+            loss.begin(read_bank(folder, name) if state.global_step else None, pairs)
         if state.global_step:
             _refuse_other_run(folder, state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bank_loss.end_step()
+        for loss in self.files.values():
+            loss.end_step()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        bank = self.bank_loss.state()
-        if state.is_world_process_zero and bank is not None:
-            write_bank(_folder(args, state), bank)
+        for name, loss in self.files.items():
+            bank = loss.state()
+            if state.is_world_process_zero and bank is not None:
+                write_bank(_folder(args, state), bank, name)
 
 
 def _refuse_other_run(folder: Path, state: Any) -> None:

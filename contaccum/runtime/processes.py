@@ -207,7 +207,16 @@ def start_group(device_type: str, timeout_minutes: float) -> bool:
     if process_place()[1] == 1 or dist.is_initialized():
         return False
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    try:
+        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistStoreError as error:
+        _NOT_CONNECTED.append(True)
+        place = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise InputError(
+            f"not all {process_place()[1]} processes connected to {place} (MASTER_ADDR, "
+            f"MASTER_PORT) within {timeout_minutes:g} minutes; start all of them, or raise "
+            "run.timeout_minutes"
+        ) from error
     # torch would use the same keys for every group, so a second group would read the addresses of
     # the first one
     store = dist.PrefixStore(f"contaccum/group/{next(_GROUPS)}", store)
@@ -223,6 +232,7 @@ def leave_group() -> None:
     dist.destroy_process_group()
 
 
+_NOT_CONNECTED: list[bool] = []  # not empty after a failed ``start_group``
 _GROUPS = itertools.count()  # all processes of a launch create the same groups in the same order
 _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 # Before torch 2.8, freeing a group of gloo hangs if one of its threads is just freeing a tensor of
@@ -273,7 +283,7 @@ def first_to_say(sentence: str) -> bool:
     used.
     """
     _, world = process_place()
-    if world == 1:
+    if world == 1 or _NOT_CONNECTED:  # another attempt would wait again
         return True
     key = f"contaccum/said/{hashlib.sha256(sentence.encode()).hexdigest()}"
     try:

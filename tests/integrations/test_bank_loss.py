@@ -1,5 +1,7 @@
 """The bank in a training loop of the user, without the trainer of another library."""
 
+import re
+
 import pytest
 import torch
 
@@ -39,11 +41,6 @@ def test_autocast_around_the_loss_changes_nothing():
     assert losses(autocast=True, hard_negatives=False) == expected
 
 
-def test_a_misspelt_row_weight_is_refused():
-    with pytest.raises(InputError, match="row_weight is 'al'; expected all or current"):
-        BankLoss(bank_size=8, similarity="dot", row_weight="al")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -51,10 +48,15 @@ def test_a_misspelt_row_weight_is_refused():
         ({"temperature": -0.05}, "temperature is -0.05, expected `float` > 0"),
         ({"bank_size": -3}, "bank_size is -3, expected `int` >= 0"),
         ({"bank_size": "8"}, "bank_size is '8', expected `int | null`"),
+        ({"row_weight": "al"}, "row_weight is 'al', expected {all,current}"),
+        ({"age_decay": -1}, "age_decay is -1, expected `float` >= 0"),
+        ({"keep": "false"}, "keep is 'false', expected `bool`"),
+        ({"queries": "no"}, "queries is 'no', expected `bool`"),
+        ({"hard_negatives": 1}, "hard_negatives is 1, expected `bool`"),
     ],
 )
-def test_a_temperature_and_a_size_out_of_range_are_refused(options, message):
-    with pytest.raises(InputError, match=message):
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(InputError, match=re.escape(message)):
         BankLoss(**{"bank_size": 8, "similarity": "dot", **options})
     BankLoss(bank_size=0, similarity="dot", temperature=20)  # control
 
@@ -67,3 +69,15 @@ def test_passages_of_a_wrong_shape_are_refused(shape):
         InputError, match=r"queries have shape \(4, 8\), passages .*; expected \(B, d\) and"
     ):
         loss(torch.rand(4, 8), torch.rand(shape), training=True)
+
+
+@pytest.mark.parametrize(
+    "ids", [torch.arange(4).view(4, 1), torch.arange(8).view(4, 2) - 1, torch.ones(4, 2)]
+)
+def test_ids_of_another_shape_or_kind_are_refused(ids):
+    """They masked other passages, or none."""
+    loss = BankLoss(bank_size=0, similarity="cosine")
+    with pytest.raises(
+        InputError, match=r"ids have shape .*; expected \(4, 2\), int64 and at least"
+    ):
+        loss(torch.rand(4, 8), torch.rand(4, 2, 8), ids, training=False)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from contaccum.batch import MicroBatch
 from contaccum.encoder import DualEncoder
+from contaccum.errors import InputError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -115,3 +116,8 @@ def test_resumed_run_restores_the_bank(tmp_path):
     assert largest_difference(whole.gradients[2:], rest.gradients) == 0
     assert rest.losses == whole.losses[2 * K :]
     assert rest.bank_loss.bank.fingerprint() == whole.bank_loss.bank.fingerprint()
+    checkpoint = torch.load(half, weights_only=True)
+    checkpoint["callbacks"] = {}
+    torch.save(checkpoint, tmp_path / "without.ckpt")
+    with pytest.raises(InputError, match=r"without\.ckpt: has no bank"):
+        fit(tmp_path / "x", resume=str(tmp_path / "without.ckpt"))

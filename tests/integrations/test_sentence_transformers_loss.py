@@ -3,14 +3,17 @@ resume, evaluation and DDP."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from helpers import open_train_set, train_config, write_beir
 from processes import Job, run_jobs
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
@@ -21,7 +24,12 @@ from contaccum.config import TrainConfig
 from contaccum.encoder import EncoderSettings, tiny_tower
 from contaccum.errors import InputError
 from contaccum.integrations.bank_loss import BANK_FILE, BankLoss, read_bank, write_bank
-from contaccum.integrations.sentence_transformers import ContAccumLoss, tokens_of_texts
+from contaccum.integrations.sentence_transformers import (
+    ContAccumCallback,
+    ContAccumLoss,
+    tokens_of_texts,
+)
+from contaccum.methods.bank import Bank
 from contaccum.runtime.engine import Engine
 from contaccum.training import parts
 from contaccum.training.log import read_log
@@ -441,6 +449,44 @@ def test_resumed_run_refuses_the_bank_of_another_run(data, plain, tmp_path):
     np.testing.assert_array_equal(again.losses, whole.losses[4:])
 
 
+def test_each_data_set_may_have_a_loss_whose_bank_is_restored(plain, tmp_path):
+    """Each bank was saved over the one before, so a resumed run had the last bank twice."""
+    model, rows, _ = plain
+
+    def two(steps: int, resume: bool = False) -> list[Bank]:
+        trainer, _ = make_trainer(
+            str(model), rows, str(tmp_path), steps=steps, save_strategy="steps", save_steps=4
+        )
+        losses = [ContAccumLoss(trainer.model, bank_size=16) for _ in range(2)]
+        data = {"a": Dataset.from_list(rows[:40]), "b": Dataset.from_list(rows[40:80])}
+        again = SentenceTransformerTrainer(
+            model=trainer.model,
+            args=trainer.args,
+            train_dataset=data,
+            loss=dict(zip(data, losses, strict=True)),
+            callbacks=[ContAccumCallback(*losses)],
+        )
+        again.train(resume_from_checkpoint=resume)
+        return [loss.bank_loss.bank for loss in losses]
+
+    whole = two(6)
+    assert whole[0].fingerprint() != whole[1].fingerprint()
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    resumed = two(6, resume=True)
+    assert [bank.fingerprint() for bank in resumed] == [bank.fingerprint() for bank in whole]
+
+
+def test_callbacks_that_would_mix_up_banks_are_refused(plain, tmp_path):
+    model, rows, _ = plain
+    trainer, _ = make_trainer(str(model), rows, str(tmp_path))
+    trainer.add_callback(ContAccumCallback(trainer.loss))
+    with pytest.raises(InputError, match="there are two ContAccumCallback; expected one, with all"):
+        trainer.train()
+    callback = ContAccumCallback(trainer.loss, trainer.loss)
+    with pytest.raises(InputError, match="2 losses with banks train in several processes"):
+        callback.on_train_begin(SimpleNamespace(world_size=2), SimpleNamespace(), None)
+
+
 def test_wrong_options_and_calls_are_refused(data, plain, tmp_path):
     model, rows, _ = plain
     with pytest.raises(InputError, match="was called in training before begin"):
@@ -449,6 +495,8 @@ def test_wrong_options_and_calls_are_refused(data, plain, tmp_path):
         take(model, rows, tmp_path / "b", loss={"bank_size": 2})
     with pytest.raises(InputError, match="similarity is 'euclidean'; expected cosine or dot"):
         ContAccumLoss(SentenceTransformer(str(model), device="cpu"), similarity="euclidean")
+    with pytest.raises(InputError, match="mini_batch_size is 0, expected `int` >= 1"):
+        ContAccumLoss(SentenceTransformer(str(model), device="cpu"), mini_batch_size=0)
     with pytest.raises(InputError, match="the data has one column of texts; expected the columns"):
         take(model, [{"query": row["query"]} for row in rows], tmp_path / "c")
     trainer, _ = make_trainer(str(model), rows, str(tmp_path / "d"))

@@ -5,6 +5,7 @@ Signals in and after a deferred block. Processes that leave their group.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from processes import Job, python, run_jobs
 
 from contaccum.config import to_yaml
 from contaccum.errors import InputError
+from contaccum.runtime import processes
 from contaccum.runtime.launch import refuse_ignored_launch
 
 
@@ -109,3 +111,18 @@ def test_processes_leave_their_group_right_after_a_message(tmp_path):
     """Many times, because the deadlock of torch before 2.8 is rare."""
     job = Job(["30"], processes=2, worker="group_worker")
     assert run_jobs({"groups": job}, tmp_path)["groups"].check().codes == [0, 0]
+
+
+def test_a_process_that_never_starts_is_one_sentence(monkeypatch):
+    """The launcher's store was asked again for each sentence, each time until a timeout."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(processes, "_NOT_CONNECTED", [])
+    with pytest.raises(InputError, match=rf"not all 2 processes connected to 127\.0\.0\.1:{port}"):
+        processes.start_group("cpu", timeout_minutes=0.02)
+    monkeypatch.setattr(processes.dist, "TCPStore", None)  # a call would fail
+    assert processes.first_to_say("any sentence")
