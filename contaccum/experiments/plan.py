@@ -30,9 +30,9 @@ def run_plan(options: PlanConfig, config: TrainConfig) -> str:
     elif options.methods:
         methods = read_names("--methods", options.methods, METHOD_SPECS)
     config = replace(config, output_dir=config.output_dir or "not written to")
-    for method in methods:
+    configs = {method: replace(config, method=method) for method in methods}  # type: ignore[arg-type]
+    for method, varied in configs.items():
         # other methods may not read all settings of the config
-        varied = replace(config, method=method)  # type: ignore[arg-type]
         validate(varied, warn=method == config.method)
     measured: dict[str, Measurement] = {}
     began = time.monotonic()
@@ -41,9 +41,9 @@ def run_plan(options: PlanConfig, config: TrainConfig) -> str:
         "3 or more sizes of a micro-batch each, and a step",
         file=sys.stderr,
     )
-    for done, method in enumerate(methods, start=1):
+    for done, (method, varied) in enumerate(configs.items(), start=1):
         print(f"[{done}/{len(methods)}] {method}", file=sys.stderr)
-        measured[method] = measure_method(replace(config, method=method), budget)  # type: ignore[arg-type]
+        measured[method] = measure_method(varied, budget)
         left = (time.monotonic() - began) / done * (len(methods) - done)
         if left:
             print(f"about {duration(left)} left", file=sys.stderr)

@@ -135,15 +135,16 @@ class BankLoss:
         queries, passages = queries.float(), passages.float()
         if self.similarity == "cosine":
             queries, passages = F.normalize(queries, dim=-1), F.normalize(passages, dim=-1)
+        known = ids is not None
         if ids is None:
             ids = torch.full(passages.shape[:2], NO_PASSAGE, device=queries.device)
-        elif ids.shape != passages.shape[:2] or ids.dtype != torch.int64 or ids.min() < 0:
+        if ids.shape != passages.shape[:2] or ids.dtype != torch.int64:
             raise InputError(
-                f"ids have shape {tuple(ids.shape)}, type {ids.dtype} and the smallest value "
-                f"{ids.min()}; expected {tuple(passages.shape[:2])}, int64 and at least 0"
+                f"ids have shape {tuple(ids.shape)} and type {ids.dtype}; expected "
+                f"{tuple(passages.shape[:2])} and int64"
             )
         if not training:
-            return self.loss(queries, passages, _row_ids(ids)).value
+            return self.loss(queries, passages, _row_ids(ids, known)).value
         if not self.begun:
             raise InputError(
                 "the loss was called in training before begin(). Add ContAccumCallback to the "
@@ -163,7 +164,7 @@ class BankLoss:
                 "micro-batch, summed over processes)"
             )
         self._push()
-        rows = _row_ids(ids)
+        rows = _row_ids(ids, known)
         bank = self.bank = self.bank or self._make_bank(queries, passages)
         stored, width = bank.options.hard_negatives, bank.passages.shape[2]
         hard = passages.shape[1] - 1 if self.hard_negatives else stored
@@ -223,9 +224,12 @@ def content_ids(rows: list[list[int]]) -> Tensor:
     return torch.tensor([int.from_bytes(digest, "little") >> 1 for digest in digests])
 
 
-def _row_ids(ids: Tensor) -> RowIds:
-    # only the first passage of a query is a known positive
-    return RowIds(ids.cpu(), ids[:, :1].cpu())
+def _row_ids(ids: Tensor, known: bool) -> RowIds:
+    """Return ids on the CPU. known: whether the caller of the loss gave them."""
+    ids = ids.cpu()
+    if known and ids.min() < 0:
+        raise InputError(f"ids: the smallest is {ids.min()}; expected at least 0")
+    return RowIds(ids, ids[:, :1])  # only the first passage of a query is a known positive
 
 
 def write_bank(folder: Path, state: State, name: str = BANK_FILE) -> None:

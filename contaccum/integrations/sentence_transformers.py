@@ -176,7 +176,8 @@ class ContAccumCallback(TrainerCallback):
         self.losses = losses
         # name of the file in a checkpoint -> loss
         self.files = {
-            f"{number or ''}{BANK_FILE}": loss.bank_loss for number, loss in enumerate(losses)
+            BANK_FILE.replace(".", f"_{number}." if number else "."): loss.bank_loss
+            for number, loss in enumerate(losses)
         }
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
