@@ -22,9 +22,10 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import msgspec
-from datasets import get_dataset_config_names, load_dataset, load_dataset_builder
+from datasets import get_dataset_config_names, load_dataset_builder
 from datasets.data_files import FILES_TO_IGNORE
 from huggingface_hub import hf_hub_download
+from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
 
 from contaccum.catalog import HUB_PREFIX
 from contaccum.errors import InputError, library_errors
@@ -141,10 +142,14 @@ class HubName:
             return
         files = [os.path.realpath(file) for file in chain.from_iterable(splits.values())]
         folders = {os.path.realpath(folder), *map(os.path.dirname, files)}
-        for path in sorted(path for each in folders for path in Path(each).iterdir()):
-            is_data = _ending(path.name.lower()) in _ENDINGS and not path.name.startswith(".")
+        read_endings = {_ending(file.lower()) for file in files}
+        for path in sorted(folder.rglob("*")):
+            hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+            # other folders may have other files, such as the log of a run
+            beside = os.path.dirname(os.path.realpath(path)) in folders
+            is_data = _ending(path.name.lower()) in (_ENDINGS if beside else read_endings)
             ignored = path.name in FILES_TO_IGNORE or os.path.realpath(path) in files
-            if is_data and not ignored:
+            if is_data and not hidden and not ignored:
                 read = ", ".join(sorted(map(os.path.basename, files)))
                 raise InputError(
                     f"{self.text}: {path} would not be read, only {read}; the files of a folder "
@@ -424,12 +429,10 @@ def file_rows(path: Path) -> Rows:
                 )
             yield location, dict(zip(header, cells, strict=True))
     elif ending == ".parquet":
-        with library_errors(f"{path}: cannot be read", Exception):
-            # rows in memory: the default of batch_size is a whole row group
-            rows = load_dataset(
-                "parquet", data_files=[str(path)], split="train", streaming=True, batch_size=256
-            )
-            for number, row in enumerate(rows, 1):
+        # not by ``datasets``, which reads x1.parquet if the name is x[1].parquet
+        with library_errors(f"{path}: cannot be read", Exception), ParquetFile(path) as file:
+            batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=256))
+            for number, row in enumerate(chain.from_iterable(batches), 1):
                 yield SourceLocation(path, 0, number), row
     else:
         raise InputError(f"{path}: unknown file ending; expected one of {', '.join(_ENDINGS)}")

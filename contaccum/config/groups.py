@@ -27,8 +27,9 @@ class DataPolicy:
     """Options for data with invalid records."""
 
     strict: bool = setting(False, flag=True)
-    """Stop with an error if a query has no positive. Without this option, such queries are skipped
-    with a warning."""
+    """Stop with an error if a query has no positive, or if a file of examples has other doubtful
+    records, such as a hard negative with the text of a positive. Without this option, these are
+    left out with a warning."""
     repair: bool = setting(False, flag=True)
     """Accept empty passages and duplicate ids. Of several records with the same id, the last is
     used. A warning counts the empty passages and the duplicate ids."""
@@ -103,6 +104,9 @@ class DataConfig(DataPolicy):
             yield f"data.train is {self.train!r}, but data.mixture is set too; use only one of them"
         if not self.mixture and not self.train:
             yield "data.train is not set; give a path or the name of a data set"
+        for number, each in enumerate(self.mixture):
+            if not each.train:
+                yield f"data.mixture[{number}].train is not set; give a path or a name"
         if len({each.weight is None for each in self.mixture}) > 1:
             yield (
                 "data.mixture: some sets have a weight and some do not; give a weight to all sets "

@@ -132,11 +132,14 @@ def _statistics(data: RetrievalDataset, split: str | None) -> Stats:
                 stats[name][IN_TRAIN] = sum(
                     not trained.isdisjoint(texts) for texts in _positive_texts(judgements).values()
                 )
+    of_all = {
+        "queries without a judgement": len(data.queries.keys() - judged_ids),
+        "queries in several splits": sum(count > 1 for count in in_splits.values()),
+    }
     return {
         **_passages(data.corpus),
         **_texts("query", "queries", data.queries.values()),
-        "queries without a judgement": len(data.queries.keys() - judged_ids),
-        "queries in several splits": sum(count > 1 for count in in_splits.values()),
+        **({} if split else of_all),
         "splits": stats,
     }
 
@@ -172,6 +175,7 @@ def _examples(examples: ExampleTable) -> Stats:
         "examples with a teacher's scores": int(
             np.count_nonzero(~np.isnan(examples.positives.scores[first]))
         ),
+        "examples with scores of only some passages": examples.half_scored,
     }
     return {
         **{name: count for name, count in counts.items() if count},
@@ -278,7 +282,7 @@ def convert(
     InputError for wrong ``splits``, such as one that ``source`` has already, and if an id that is
     written to BEIR has a tab, a line break or NUL.
     """
-    shares = None if splits is None else _shares(splits, to)
+    shares = _shares(splits, to, seed)
     target = Path(target)
     with suppress(OSError):  # a leftover of a killed process may belong to another user
         sweep(target.parent, target.name, shared=True)
@@ -374,11 +378,15 @@ def _write_examples(target: Path, examples: Iterable[Example], to: TrainingKind)
     return f"{target}: {queries} with {positives} and {negatives}"
 
 
-def _shares(splits: str, to: Form) -> dict[str, float]:
+def _shares(splits: str | None, to: Form, seed: int) -> dict[str, float] | None:
     """Read the shares of train, dev and test, such as 0.8,0.1,0.1. Splits of share 0 are left out.
 
-    Raise InputError for other texts.
+    Raise InputError for other texts, and for a seed without ``splits``.
     """
+    if splits is None:
+        if seed:
+            raise InputError(f"--seed {seed} has no effect without --splits; leave it out")
+        return None
     if to != "beir":
         raise InputError(f"--splits {splits} was given with --to {to}; it needs --to beir")
     try:

@@ -78,19 +78,21 @@ def lists_of(
 
     queries, kinds, rows, scores: (k,); query number, kind, row number and teacher score of each
     passage. A hard negative with the text of a positive of its query is left out, and so is another
-    negative with the text of a positive or of a hard negative.
+    negative with the text of a positive or of a hard negative. Of negatives with the same text, a
+    query has one.
     """
-    keys = queries * len(passage_hashes) + first_with_same_text(passage_hashes)[rows]
+    first = first_with_same_text(passage_hashes)[rows]
+    keys = queries * len(passage_hashes) + first
     is_positive = np.isin(keys, keys[kinds == POSITIVE])
     is_negative = np.isin(keys, keys[kinds == NEGATIVE])
     lists = []
-    for used in (
-        kinds == POSITIVE,
-        (kinds == NEGATIVE) & ~is_positive,
-        (kinds == OTHER) & ~is_positive & ~is_negative,
+    for used, values in (
+        (kinds == POSITIVE, rows),
+        ((kinds == NEGATIVE) & ~is_positive, first),
+        ((kinds == OTHER) & ~is_positive & ~is_negative, first),
     ):
         used_scores = None if scores is None else scores[used]
-        lists.append(Ragged.grouped(queries[used], rows[used], count, used_scores))
+        lists.append(Ragged.grouped(queries[used], values[used], count, used_scores))
     copies = np.flatnonzero((kinds == NEGATIVE) & is_positive)
     copies = copies[np.unique(keys[copies], return_index=True)[1]]
     return Lists(lists[POSITIVE], lists[NEGATIVE], lists[OTHER], copies)

@@ -40,10 +40,23 @@ def pairs_file(pairs: Any) -> Path:
             "a DataFrame"
         )
     if hasattr(pairs, "notna") and hasattr(pairs, "columns"):  # a DataFrame
-        # pandas marks missing values in several ways
         frame: Any = pairs
+        if not frame.columns.is_unique:
+            raise InputError(
+                f"pairs has columns with equal names ({', '.join(map(str, frame.columns))}); give "
+                "each a name of its own, such as negative_1"
+            )
+        # pandas marks missing values in several ways
         pairs = frame.astype(object).where(frame.notna(), None).to_dict("records")
-    records = [record_of(pair, f"pairs[{number}]") for number, pair in enumerate(pairs)]
+    order: dict[Any, int] = {}  # of the fields, which may decide what they are
+    records = []
+    for number, pair in enumerate(pairs):
+        if isinstance(pair, Mapping):
+            order = order or {name: place for place, name in enumerate(pair)}
+            pair = {
+                name: pair[name] for name in sorted(pair, key=lambda n: order.get(n, len(order)))
+            }
+        records.append(record_of(pair, f"pairs[{number}]"))
     if not any(record.pos for record in records):
         found = f"has {counted(len(records), 'query')}, none with a positive"
         raise InputError(

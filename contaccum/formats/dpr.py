@@ -101,7 +101,8 @@ def rows_of_cells(
 ) -> Iterator[tuple[SourceLocation, list[str]]]:
     """Yield the location (the first line) and the cells of each row of a CSV or TSV file.
 
-    A cell in quotes may have several lines. An unclosed quote ends the reading of the file.
+    A cell in quotes may have several lines. An unclosed quote ends the reading of the file. A cell
+    of a TSV file with a line break and a tab is refused: two stray quotes have hidden whole rows.
     """
     locations: list[SourceLocation] = []  # of the lines of the current row
 
@@ -125,5 +126,12 @@ def rows_of_cells(
             return
         if row is None:
             return
-        if "".join(row).strip():
+        if delimiter == "\t" and any("\n" in cell and "\t" in cell for cell in row):
+            on_error(
+                locations[0].error(
+                    "a cell in quotes contains a line break and a tab, so it may hide other rows; "
+                    "double each quote inside a cell, or replace these tabs by spaces"
+                )
+            )
+        elif "".join(row).strip():
             yield locations[0], row

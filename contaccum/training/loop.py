@@ -60,6 +60,10 @@ def train(
     checkpoint and raises Interrupted.
     """
     if pairs is not None:
+        if config.data.train or config.data.mixture:
+            raise InputError(
+                "data.train or data.mixture is set, but pairs are given too; use only one of them"
+            )
         config = replace(config, data=replace(config.data, train=str(pairs_file(pairs))))
     config = automatic.choose_precision(automatic.with_recorded_choices(config))
     run = config.run

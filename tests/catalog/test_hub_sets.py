@@ -55,6 +55,8 @@ def test_a_table_without_the_split_is_answered_with_a_name_that_has_one(tmp_path
         (["faq.csv", "faq_test.csv"], "faq.csv"),
         (["data/train.csv", "faq.csv"], "faq.csv"),
         (["data/train.csv", "data/train.jsonl"], "data/train.csv|data/train.jsonl"),
+        (["train.csv", "extra/more.csv"], "extra/more.csv"),
+        (["train.csv", "run/log.jsonl", ".cache/more.csv"], None),
         (["faq.csv", "more.csv", "README.md", ".hidden.csv", "dataset_info.json"], None),
         (["train.csv", "test.csv"], None),
     ],
@@ -74,6 +76,15 @@ def test_a_data_file_in_no_split_is_refused(files, unread, tmp_path, name):
     readme = "---\nconfigs:\n- config_name: default\n  data_files: FILE\n---\n"
     write(tmp_path / "faq" / "README.md", readme.replace("FILE", files[-1]))
     fetch(table, "train")
+
+
+def test_a_parquet_file_whose_name_is_a_pattern_is_read_itself(tmp_path):
+    """``datasets`` took x1.parquet instead."""
+    for name, answer in (("x[1]", "right"), ("x1", "wrong")):
+        rows = Dataset.from_dict({"question": ["a"], "answer": [answer]})
+        rows.to_parquet(str(tmp_path / f"{name}.parquet"))
+    file = fetch(f"hub:{tmp_path / 'x[1].parquet'}?query=question&pos=answer", "train")
+    assert "right" in file.read_text()
 
 
 def test_two_columns_with_the_same_name_are_refused(tmp_path):

@@ -28,7 +28,9 @@ def test_check_reports_statistics_of_a_beir_folder(tmp_path):
 def test_check_reads_only_the_chosen_split(tmp_path):
     beir(tmp_path, split="test")
     beir(tmp_path, "q0\tpX\t1\nq0\tp1\t1\n")
-    assert list(check(tmp_path, "test")["splits"]) == ["test"]
+    found = check(tmp_path, "test")
+    assert list(found["splits"]) == ["test"]
+    assert "queries without a judgement" not in found  # those of other splits would count
     with pytest.warns(UserWarning, match="'pX'"):
         check(tmp_path)
 

@@ -194,6 +194,11 @@ def test_splits_that_cannot_be_made_are_refused(tmp_path, splits, form, said):
     assert not (tmp_path / "t").exists()
 
 
+def test_a_seed_without_splits_is_refused(tmp_path):
+    with pytest.raises(InputError, match="--seed 5 has no effect without --splits"):
+        convert(beir(tmp_path / "s"), tmp_path / "t", "beir", seed=5)
+
+
 def scored_lines(folder):
     """Queries with scores, with two scores of one passage, and without; 0.1 is not exact in
     float32."""

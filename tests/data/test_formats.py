@@ -68,6 +68,12 @@ def test_two_stray_quotes_do_not_hide_the_rows_between_them(tmp_path):
     rows = [f"{n}\t{'word ' * 200}\tT\n" for n in range(2, 402)]
     path = write(tmp_path / "psgs.tsv", '1\t"open\tT\n' + "".join(rows) + '402\tend"\tT\n')
     assert "psgs.tsv:1: field larger than field limit (131072)" in refusal(read_corpus, path)
+    few = write(tmp_path / "few.tsv", '1\t"open\tT\n2\tmiddle\tT\n3\tend"\tT\n4\tlast\tT\n')
+    assert "few.tsv:1: a cell in quotes contains a line break and a tab" in refusal(
+        read_corpus, few
+    )
+    control = write(tmp_path / "lines.tsv", '1\tone\tT\n2\t"two\nlines"\tT\n')
+    assert [passage.text for passage in read_corpus(control)] == ["one", "two\nlines"]
 
 
 @pytest.mark.parametrize("blank", ["", " \n\r\n"])

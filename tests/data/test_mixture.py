@@ -230,6 +230,8 @@ def test_two_processes_train_a_mixture_like_one(sets, tmp_path):
             lambda data: setattr(data.mixture[0], "weight", 1.0),
             "some sets have a weight and some do not",
         ),
+        # the current folder was read
+        (lambda data: setattr(data.mixture[1], "train", ""), r"data.mixture\[1\].train is not set"),
     ],
 )
 def test_invalid_mixtures_are_refused(change, sentence, sets, tmp_path):

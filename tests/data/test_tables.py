@@ -13,6 +13,7 @@ from tiny_data import beir, context, dpr, lines, write, write_gzip
 
 from contaccum.data import corpus as corpus_module
 from contaccum.data.corpus import find_rows
+from contaccum.data.dataset import open_dataset
 from contaccum.data.tables import Ragged
 from contaccum.errors import InputError
 from contaccum.runtime.cache import cached_folder
@@ -130,6 +131,18 @@ def test_the_lists_of_a_query_share_no_passage(tmp_path):
     table = load_examples(write(tmp_path / "t.json", json.dumps([record])))
     lists = [table.positives, table.negatives, table.others]
     assert [ragged.row(0).tolist() for ragged in lists] == [[0], [1], [2]]
+
+
+def test_a_hard_negative_with_two_ids_is_one(tmp_path):
+    """It took two places, and no random passage filled the second."""
+    folder = beir(tmp_path, "q0\tp0\t1\nq0\tp1\t0\nq0\tp2\t0\n", passages=4)
+    corpus = (folder / "corpus.jsonl").read_text().splitlines()
+    one, two = (json.loads(line) for line in corpus[1:3])
+    two |= {"title": one["title"], "text": one["text"] + " "}
+    corpus[2] = json.dumps(two)
+    (folder / "corpus.jsonl").write_text("\n".join(corpus) + "\n")
+    examples = open_dataset(folder, "train").examples()
+    assert examples.negatives.row(0).tolist() == [1]
 
 
 def test_ragged_returns_the_packed_lists():

@@ -184,3 +184,20 @@ def test_no_pairs_are_refused():
         pairs_file([])
     with pytest.raises(InputError, match="pairs has 2 queries, none with a positive, expected at"):
         pairs_file([("a", None), ("b", "")])
+
+
+def test_the_order_of_fields_is_that_of_the_first_dict():
+    """Query and positive of a dict with another order were exchanged."""
+    rows = [{"title": "a", "body": "b"}, {"body": "d", "title": "c"}]
+    assert pairs_file(rows) == pairs_file([("a", "b"), ("c", "d")])
+
+
+def test_columns_with_equal_names_are_refused():
+    frame = pandas.DataFrame([["a", "b", "c", "d"]], columns=["query", "pos", "neg", "neg"])
+    with pytest.raises(InputError, match=r"columns with equal names \(query, pos, neg, neg\)"):
+        pairs_file(frame)
+
+
+def test_pairs_do_not_replace_the_data_of_the_config(tmp_path):
+    with pytest.raises(InputError, match=r"data\.train or data\.mixture is set, but pairs are giv"):
+        train(train_config("somewhere", tmp_path), TUPLES)
