@@ -136,8 +136,8 @@ def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
             raise InputError(
                 f"{where}: method is {method!r}; choose from {', '.join(METHOD_SPECS)}"
             )
-        given = {*row, *(tune if isinstance(tune, dict) else ())}  # by this entry
-        if tune is None:
+        own = tune is not None
+        if not own:
             tune = {name: values for name, values in tuned.items() if name not in row}
         if not isinstance(tune, dict) or not all(
             isinstance(values, list) and values for values in tune.values()
@@ -150,12 +150,16 @@ def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
             raise InputError(f"{where}: this is the name of a baseline; choose another name")
         for name in (*row, *tune):
             _check_name(where, name, tuned=name in tune)
-            if name in given and not affects(name, method):
-                raise InputError(f"{where}: {name} has no effect with {method}; leave it out")
             if name in row and name in tune:
                 raise InputError(
                     f"{where}: {name!r} has a value and is tuned; remove one of the two"
                 )
+        # of several settings to tune, a method may read only some
+        idle = [name for name in row if not affects(name, method)]
+        if own and not any(affects(name, method) for name in tune):
+            idle += tune
+        if idle:
+            raise InputError(f"{where}: {idle[0]} has no effect with {method}; leave it out")
         fixed = tuple((name, _text(value)) for name, value in row.items())
         tried = {name: [_text(value) for value in values] for name, values in tune.items()}
         entries.append(Variant(str(label), method, fixed, combinations(tried, method)))

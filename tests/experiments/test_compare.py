@@ -650,6 +650,7 @@ def test_killed_tuning_continues_with_the_same_choice(study_folder, tuned_study,
 
 
 @pytest.mark.acceptance
+@pytest.mark.filterwarnings("ignore:--budget sets the number of steps")
 def test_budget_in_seconds_is_measured_once(study_folder, tmp_path, capsys):
     arguments = [
         "--output_dir", tmp_path, "--methods", "grad_accum", "--seeds", 1, "--baselines", "none",
