@@ -48,14 +48,12 @@ def pairs_file(pairs: Any) -> Path:
             )
         # pandas marks missing values in several ways
         pairs = frame.astype(object).where(frame.notna(), None).to_dict("records")
-    order: dict[Any, int] = {}  # of the fields, which may decide what they are
+    names: list[Any] = []  # of the first dict; their order may decide what they are
     records = []
     for number, pair in enumerate(pairs):
         if isinstance(pair, Mapping):
-            order = order or {name: place for place, name in enumerate(pair)}
-            pair = {
-                name: pair[name] for name in sorted(pair, key=lambda n: order.get(n, len(order)))
-            }
+            names = names or list(pair)
+            pair = {name: pair[name] for name in (*names, *pair) if name in pair}
         records.append(record_of(pair, f"pairs[{number}]"))
     if not any(record.pos for record in records):
         found = f"has {counted(len(records), 'query')}, none with a positive"

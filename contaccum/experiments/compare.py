@@ -158,13 +158,10 @@ class Study:
     def _check_steps(self) -> None:
         """Refuse settings of the number of steps that a budget or tuning overrides."""
         if self.budget:
-            names = {
-                name
-                for variant in self.variants
-                for candidate in variant.candidates
-                for name, _ in variant.changes(candidate)
-            }
-            if given := names.intersection(("optim.max_steps", "optim.epochs")):
+            # all candidates of a variant have values of the same settings
+            changes = [variant.changes(variant.candidates[0]) for variant in self.variants]
+            names = dict(itertools.chain(*changes)).keys()
+            if given := names & {"optim.max_steps", "optim.epochs"}:
                 raise InputError(
                     f"--budget sets the number of steps, so {min(given)} has no effect on a run; "
                     "leave out one of the two"

@@ -40,11 +40,6 @@ def named(first: str, values: Values) -> str:
     )
 
 
-def split_at_commas(text: str) -> list[str]:
-    """Split a text at its commas. A comma inside square brackets does not split."""
-    return re.split(r",(?![^\[]*\])", text)
-
-
 def read_names(option: str, text: str, known: Iterable[str]) -> list[str]:
     """Return the names in a comma-separated text.
 
@@ -67,8 +62,9 @@ def read_values(option: str, entries: tuple[str, ...]) -> dict[str, list[str]]:
             raise InputError(
                 f"{option}: {entry!r}; expected GROUP.FIELD=v1,v2, and each setting only once"
             )
-        # a prefix may be empty, or end with a space
-        found[name] = list(dict.fromkeys(part.lstrip() for part in split_at_commas(values)))
+        # a comma inside square brackets does not split; a prefix may be empty, or end with a space
+        parts = re.split(r",(?![^\[]*\])", values)
+        found[name] = list(dict.fromkeys(part.lstrip() for part in parts))
     return found
 
 
