@@ -5,7 +5,8 @@
 A system may be trained with several random seeds. The values of one query with different seeds are
 not independent, so they are averaged first. ``permutation_test`` and ``t_test`` then get one
 difference per query. The two tests show whether the difference between these trained models holds
-for other queries. ``over_both`` shows whether it holds for other queries and other seeds.
+for other queries. ``over_both`` shows whether it holds for other queries and other seeds. If one
+system has more seeds than the other, only the seeds of both count (``compare``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,10 +55,12 @@ class Comparison:
     queries: int  # number of queries
     p_permutation: float  # two-sided p of the permutation test over queries
     p_t: float  # two-sided p of the t-test over queries
+    pairs: int
+    """Number of pairs of runs, one of each system, that all other numbers are about. 1: a system
+    has only one run; then it is compared with the mean of the other's runs."""
     p_both: float | None
     """Two-sided p over queries and seeds, see ``over_both``. With so few queries that
-    ``p_permutation`` is exact, at least that. Runs with the same seed form a pair. If there are
-    fewer than two such pairs, any two runs do. None: a system has only one run."""
+    ``p_permutation`` is exact, at least that. None: a system has only one run."""
     both: tuple[float, float] | None
     """95 % confidence interval of ``difference`` over queries and seeds, see ``over_both``. None:
     a system has only one run."""
@@ -126,11 +129,8 @@ class OverBoth(NamedTuple):
     half_interval: float  # half of the width of the 95 % confidence interval of the mean
 
 
-def over_both(differences: ArrayLike, mean: float | None = None) -> OverBoth:
+def over_both(differences: ArrayLike) -> OverBoth:
     """Test a mean over seeds and queries, both random. differences: (seeds, queries).
-
-    mean: a more precise estimate of the mean than that of ``differences``, for example of more
-    seeds. Default: the mean of ``differences``.
 
     The result is that of Clark's min F' test or that of a t-test on the seeds' means: the larger p,
     and the wider interval. With two or three seeds, min F' alone is too often small: of equal
@@ -146,7 +146,7 @@ def over_both(differences: ArrayLike, mean: float | None = None) -> OverBoth:
     seeds, queries = values.shape
     if queries < 2:  # nothing is known about other queries
         return OverBoth(1.0, float("inf"))
-    mean = float(values.mean()) if mean is None else mean
+    mean = float(values.mean())
     over_queries = _variance_of_mean(values.mean(0))
     over_seeds = _variance_of_mean(values.mean(1))
     total = over_queries + over_seeds
@@ -186,6 +186,10 @@ def compare(
     """Compare two systems on the same queries by one measure, such as ndcg@10.
 
     ours, theirs: training seed -> values of every query. A system without seeds has one key: None.
+    A run of one system is paired with the run of the other that has the same seed. Runs without
+    such a partner do not count: their luck would be in the difference, but not in its error. If
+    there are fewer than two pairs, any two runs form one.
+
     Raises InputError if the systems were scored on different queries, or if the values lack the
     measure.
     """
@@ -193,8 +197,18 @@ def compare(
     # seed -> values of the queries, (queries,)
     one = {seed: _values(scores, queries, measure) for seed, scores in ours.items()}
     two = {seed: _values(scores, queries, measure) for seed, scores in theirs.items()}
-    # (queries,)
-    differences = np.mean(list(one.values()), axis=0) - np.mean(list(two.values()), axis=0)
+    # a system without seeds (such as BM25) is paired with every seed of the other system
+    if None in one:
+        one = dict.fromkeys(two, one[None])
+    elif None in two:
+        two = dict.fromkeys(one, two[None])
+    pairs = [(one[seed], two[seed]) for seed in one if seed in two]
+    if len(pairs) < 2:
+        pairs = list(zip(one.values(), two.values(), strict=False))
+    if len(pairs) < 2:
+        pairs = [(np.mean(list(one.values()), axis=0), np.mean(list(two.values()), axis=0))]
+    by_pair = np.array([ours - theirs for ours, theirs in pairs])  # (pairs, queries)
+    differences = by_pair.mean(0)
     differences[np.abs(differences) < ROUNDING] = 0
     mean = float(differences.mean())
     deviation = float(differences.std(ddof=1)) if np.ptp(differences) >= ROUNDING else 0.0
@@ -204,15 +218,7 @@ def compare(
             float(stats.t.ppf(0.975, len(queries) - 1)) * deviation / len(queries) ** 0.5
         )
     _, p_t = t_test(differences)
-    # a system without seeds (such as BM25) is paired with every seed of the other system
-    if None in one:
-        one = dict.fromkeys(two, one[None])
-    elif None in two:
-        two = dict.fromkeys(one, two[None])
-    pairs = [(one[seed], two[seed]) for seed in one if seed in two]
-    if len(pairs) < 2:
-        pairs = list(zip(one.values(), two.values(), strict=False))
-    tested = over_both([ours - theirs for ours, theirs in pairs], mean) if len(pairs) > 1 else None
+    tested = over_both(by_pair) if len(by_pair) > 1 else None
     p_permutation = permutation_test(differences)
     return Comparison(
         difference=mean,
@@ -224,6 +230,7 @@ def compare(
         queries=len(queries),
         p_permutation=p_permutation,
         p_t=p_t,
+        pairs=len(by_pair),
         p_both=tested and max(tested.p, p_permutation if len(queries) <= EXACT else 0.0),
         both=tested and (mean - tested.half_interval, mean + tested.half_interval),
     )

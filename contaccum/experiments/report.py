@@ -35,16 +35,25 @@ ABOUT_P = (
 
 
 def about_seeds(found: Sequence[Difference]) -> str:
-    """Return a sentence that says whether the tests are over seeds, too."""
+    """Return sentences that say whether the tests are over seeds, too, and where only over some."""
     single = [one.group.label for one in found if one.found.both is None]
     if not single:
-        return "The interval and p are over queries and seeds"
-    if len(single) == len(found):
-        return "The interval and p are over queries only, because there are too few seeds"
-    return (
-        "The interval and p are over queries and seeds, but over queries only where there are too "
-        f"few seeds: {', '.join(single)}"
-    )
+        about = "The interval and p are over queries and seeds"
+    elif len(single) == len(found):
+        about = "The interval and p are over queries only, because there are too few seeds"
+    else:
+        about = (
+            "The interval and p are over queries and seeds, but over queries only where there are "
+            f"too few seeds: {', '.join(single)}"
+        )
+    fewer = [
+        f"{one.group.label} ({one.found.pairs})"
+        for one in found
+        if 1 < one.found.pairs < max(len(one.group.per_query()), len(one.reference.per_query()))
+    ]
+    if fewer:
+        about += f". Only the seeds of both runs are compared in {', '.join(fewer)}"
+    return about
 
 
 def console_report(
@@ -315,6 +324,7 @@ def results(
                 "low": low if isfinite(low) else None,
                 "high": high if isfinite(high) else None,
                 "over": "queries and seeds" if one.both else "queries",
+                "compared_seeds": one.pairs,
                 "better": one.wins,
                 "worse": one.losses,
                 "p": test.p,

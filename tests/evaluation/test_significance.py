@@ -132,16 +132,21 @@ def test_the_interval_over_both_excludes_0_if_p_says_so():
     assert seen == {True, False}
 
 
-def test_p_and_interval_agree_where_a_system_has_more_seeds():
+def test_only_the_seeds_of_both_systems_count():
+    """Two systems are equal seed by seed; one has two more seeds, which were lucky."""
     rng = np.random.default_rng(3)
-    seen = set()
-    for _ in range(100):
-        one, two = system(rng, 0.06, 2, spread=0.05), system(rng, 0, 3, spread=0.05)
-        found = compare(one, two, "ndcg@10")
-        assert (not found.both[0] < 0 < found.both[1]) == (found.p_both < 0.05)
-        assert np.mean(found.both) == pytest.approx(found.difference)
-        seen.add(found.p_both < 0.05)
-    assert seen == {True, False}
+    three, lucky = system(rng, 0, 3), system(rng, 0.3, 5)
+    equal = compare(three, {**lucky, **three}, "ndcg@10")
+    assert (equal.difference, equal.p_both, equal.p_permutation) == (0, 1, 1)
+    assert (equal.pairs, equal.both) == (3, (0, 0))
+    other = system(rng, 0.1, 3)
+    found = compare(other, {**lucky, **three}, "ndcg@10")
+    assert found == compare(other, three, "ndcg@10") != compare(other, lucky, "ndcg@10")
+    # a system with one run is compared with the mean of all runs of the other
+    one = compare({0: other[0]}, three, "ndcg@10")
+    every = [compare({0: other[0]}, {0: values}, "ndcg@10") for values in three.values()]
+    assert one.difference == pytest.approx(np.mean([single.difference for single in every]))
+    assert one.pairs == 1
 
 
 def test_two_queries_are_not_enough_for_a_small_p():
@@ -243,7 +248,7 @@ def test_other_queries_and_unknown_measures_are_refused():
     ],
 )
 def test_a_small_p_is_shown_as_a_bound(p, shown):
-    found = Comparison(0.1, 0.0, 0.2, 1.0, 5, 4, 10, p, p, None, None)
+    found = Comparison(0.1, 0.0, 0.2, 1.0, 5, 4, 10, p, p, 1, None, None)
     assert f"p {shown} by permutation, p {shown} by t-test)" in render_comparison(
         found, "ndcg@10", "other"
     )

@@ -376,3 +376,22 @@ def test_p_is_over_queries_where_a_setting_has_a_single_seed(tmp_path):
     assert (rows["b"]["low"], rows["b"]["high"]) == one.both != (one.low, one.high)
     assert (rows["c0"]["low"], rows["c0"]["high"]) == (two.low, two.high)
     assert [rows[name]["over"] for name in ("b", "c0")] == ["queries and seeds", "queries"]
+
+
+def test_the_report_says_where_only_some_seeds_are_compared(tmp_path):
+    names = []
+    for method, seeds in (("grad_cache", 3), ("cont_accum", 3), ("grad_accum", 2)):
+        for seed in range(seeds):
+            names.append(f"{method}{seed}")
+            folder(tmp_path / names[-1], method, [1.0], 0.2 + 0.1 * seed, seed=seed)
+    groups = group_runs([load_run_record(tmp_path / name) for name in names])
+    found = differences(groups, "ndcg@10", {tmp_path / "grad_cache0"})
+    assert about_seeds(found) == (
+        "The interval and p are over queries and seeds. Only the seeds of both runs are compared "
+        "in grad_accum (2)"
+    )
+    rows = {row["run"]: row for row in results(groups, "ndcg@10", found)}
+    # the mean of the third seed, which grad_accum lacks, is not in the difference
+    assert rows["grad_accum"]["mean"] < rows["grad_cache"]["mean"]
+    assert rows["grad_accum"]["difference"] == 0
+    assert [rows[name]["compared_seeds"] for name in ("cont_accum", "grad_accum")] == [3, 2]
