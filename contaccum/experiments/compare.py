@@ -127,11 +127,16 @@ class Study:
         if options.rungs and not self.tuned:
             raise InputError(f"--rungs {options.rungs} has no effect without --tune; leave it out")
         # the configs of all runs
-        self.configs = [
-            self.config(variant.changes(candidate))
-            for variant in self.variants
-            for candidate in variant.candidates
-        ]
+        self.configs: list[TrainConfig] = []
+        for variant in self.variants:
+            for candidate in variant.candidates:
+                config = self.config(variant.changes(candidate))
+                if config in self.configs:
+                    raise InputError(
+                        f"{named(variant.label, candidate)}: another run has the same settings; "
+                        "leave one of the two out"
+                    )
+                self.configs.append(config)
         self._check_steps()
         if self.budget and not self.budget.in_seconds:
             self._warn_of_unequal_passes()
@@ -272,6 +277,10 @@ class Study:
         jobs = [*itertools.chain(*rows.values()), *baselines]
         with signals.deferred():
             failed |= run_jobs(jobs, slots, signals, warned)
+        if not self.options.keep_weights:  # those of earlier calls and of chosen trials, too
+            for job in jobs:
+                if job.done:
+                    delete_weights(job.folder)
 
         problems = [f"{name}: {problem}" for name, problem in failed.items()]
         failure = ""

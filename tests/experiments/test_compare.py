@@ -125,6 +125,19 @@ def test_finished_comparison_runs_nothing_again(study_folder, capsys):
     assert stamps(study) == before
 
 
+def test_weights_of_finished_runs_are_deleted_too(study_folder, tmp_path, capsys):
+    study = shutil.copytree(study_folder / "study", tmp_path / "study")
+    scores = read_json(study / "compare.json")["results"]
+    arguments = [
+        "--methods", "grad_accum,cont_accum", "--seeds", 1, "--vary", "bank.size=16,24",
+        "--output_dir", study, "--keep_weights", "false",
+    ]  # fmt: skip
+    assert len(list(study.glob("runs/*/model"))) == 3
+    assert call(capsys, study_folder, *arguments)[0] == 0
+    assert not list(study.glob("runs/*/model"))
+    assert read_json(study / "compare.json")["results"] == scores
+
+
 @pytest.mark.parametrize(
     ("file", "before", "after", "kind"),
     [
@@ -220,6 +233,10 @@ def test_folder_with_other_settings_is_refused(study_folder, capsys):
         ),
         (["--tune", "bank.size=2,3"], "cont_accum-size=2: bank.size is 2, but"),
         (["--tune", "bank.size=16", "--tune", "bank.size=24"], "each setting only once"),
+        (
+            ["--vary", "optim.learning_rate=1e-3,0.001"],
+            "cont_accum-learning_rate=0.001: another run has the same settings",
+        ),
         (["--against", "in_batch"], "--against is 'in_batch'; choose from cont_accum"),
         (
             ["--tune", "optim.learning_rate=1e-3,2e-3", "--test_split", "dev"],
