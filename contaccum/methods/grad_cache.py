@@ -10,12 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from contaccum.batch import MicroBatch, Pass, RowIds, step_ids
+from contaccum.batch import MicroBatch, RowIds, step_ids
 from contaccum.methods.bank import Bank
 from contaccum.methods.loss import LossValue
 from contaccum.methods.objective import Loss
 from contaccum.methods.replay import sample
-from contaccum.methods.step_engine import StepEngine
+from contaccum.methods.step_engine import StepEngine, StepTexts
 
 
 def grad_cache(
@@ -27,10 +27,10 @@ def grad_cache(
     negatives of a query. Without partial replay, the gradients are those of in_batch, except for
     rounding.
     """
-    passes = engine.passes(micro_batches)
-    queries, passages, kept = represent(engine, micro_batches, passes)
+    texts = engine.texts(micro_batches)
+    queries, passages, kept = represent(engine, texts)
     value, gradients = cache_gradients(queries, passages, step_ids(micro_batches), loss)
-    return [replay(engine, micro_batches, passes, kept, gradients, value)]
+    return [replay(engine, texts, kept, gradients, value)]
 
 
 def cont_cache(
@@ -42,18 +42,16 @@ def cont_cache(
     (1 + H) current columns and all bank columns. H: number of hard negatives of a query. After the
     loss, the N pairs go into the bank.
     """
-    passes = engine.passes(micro_batches)
-    queries, passages, kept = represent(engine, micro_batches, passes)
+    texts = engine.texts(micro_batches)
+    queries, passages, kept = represent(engine, texts)
     ids = step_ids(micro_batches)
     value, gradients = cache_gradients(queries, passages, ids, loss, bank)
     bank.push(queries, passages, ids, value.bank_logits)
     value = value.detach()  # frees the bank logits, whose memory the second pass needs
-    return [replay(engine, micro_batches, passes, kept, gradients, value)]
+    return [replay(engine, texts, kept, gradients, value)]
 
 
-def represent(
-    engine: StepEngine, micro_batches: list[MicroBatch], passes: list[Pass]
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def represent(engine: StepEngine, texts: StepTexts) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Compute the embeddings of the step: the first pass, step 1 of the paper.
 
     Returns the queries (N, d) and the passages (N, 1 + H, d) without graph, and the embeddings of
@@ -62,19 +60,23 @@ def represent(
     step of one micro-batch, all are kept. With partial replay, there is none, because the second
     pass encodes only a sample of the texts.
     """
-    keep = len(passes) if len(micro_batches) == 1 else 1
-    first_kept = len(passes) - keep if engine.replay_share == 1 else len(passes)
-    without_graph, with_graph = passes[:first_kept], passes[first_kept:]
+    keep = 1
+    if engine.replay_share < 1:
+        keep = 0
+    elif len(texts.pairs) == 1:
+        keep = len(texts.passes)
+    first_kept = len(texts.passes) - keep
+    without_graph, with_graph = texts.passes[:first_kept], texts.passes[first_kept:]
     if engine.no_grad_group_size > 1 and without_graph:
         # Larger passes. The group size is above 1 only if there is no dropout in them, so no noise
         # must be that of the second pass.
         numbers = torch.cat([each.text_numbers for each in without_graph])
-        without_graph = engine.passes(micro_batches, numbers, engine.no_grad_group_size)
+        without_graph = texts.passes_of(numbers, engine.no_grad_group_size)
     with torch.no_grad():
         vectors = list(engine.encoded(without_graph))
     kept = list(engine.encoded(with_graph))
     vectors += [each.detach() for each in kept]
-    queries, passages = engine.gather_pairs(micro_batches, without_graph + with_graph, vectors)
+    queries, passages = texts.gather(without_graph + with_graph, vectors)
     return queries, passages, kept
 
 
@@ -93,8 +95,7 @@ def cache_gradients(
 
 def replay(
     engine: StepEngine,
-    micro_batches: list[MicroBatch],
-    passes: list[Pass],
+    texts: StepTexts,
     kept: list[Tensor],
     gradients: tuple[Tensor, Tensor],
     value: LossValue,
@@ -105,11 +106,12 @@ def replay(
     the first pass. kept: the result of ``represent``. Returns ``value``. Partial replay adds its
     share and its variance to the statistics.
     """
+    passes = texts.passes
     statistics: dict[str, float | Tensor] = {}
     if engine.replay_share < 1:
-        gradients, numbers, statistics = sample(engine, micro_batches, gradients)
-        passes = engine.passes(micro_batches, numbers)
-    of_passes = engine.of_passes(micro_batches, passes, *gradients)
+        gradients, numbers, statistics = sample(engine, texts, gradients)
+        passes = texts.passes_of(numbers)
+    of_passes = texts.rows_of(passes, *gradients)
     # The gradient of an inner product with respect to the embeddings is the other factor, here the
     # cached gradient. The last passes come first, to free the graphs of the first pass.
     to_encode = len(passes) - len(kept)  # number of passes without a graph

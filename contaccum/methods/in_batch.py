@@ -22,9 +22,8 @@ def in_batch(
     The logits matrix of a step of N pairs has N rows and N (1 + H) columns. H: number of hard
     negatives of a query. The memory of the step grows with N.
     """
-    passes = engine.passes(micro_batches)
-    vectors = list(engine.encoded(passes))
-    queries, passages = engine.gather_pairs(micro_batches, passes, vectors)
+    texts = engine.texts(micro_batches)
+    queries, passages = texts.gather(texts.passes, list(engine.encoded(texts.passes)))
     value = loss(queries, passages, step_ids(micro_batches))
     engine.backward(value.value)
     return [value.detach()]

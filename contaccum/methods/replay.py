@@ -14,8 +14,7 @@ Thompson 1952 (weights 1 / pi); Madow 1949 (systematic sampling).
 import torch
 from torch import Tensor
 
-from contaccum.batch import MicroBatch
-from contaccum.methods.step_engine import StepEngine
+from contaccum.methods.step_engine import StepEngine, StepTexts
 
 HUGE = 1e300
 """Value that replaces a NaN or infinite gradient norm. With it, replay keeps the text, so the
@@ -23,7 +22,7 @@ training loop finds the error."""
 
 
 def sample(
-    engine: StepEngine, micro_batches: list[MicroBatch], gradients: tuple[Tensor, Tensor]
+    engine: StepEngine, texts: StepTexts, gradients: tuple[Tensor, Tensor]
 ) -> tuple[tuple[Tensor, Tensor], Tensor, dict[str, float | Tensor]]:
     """Choose the texts of the second pass, and weight their gradients.
 
@@ -34,7 +33,7 @@ def sample(
     squared gradient norms.
     """
     weighted, of_texts = [], []
-    kept, texts, noise, signal = 0, 0, 0.0, 0.0
+    kept, count, noise, signal = 0, 0, 0.0, 0.0
     for side, of_side in enumerate(gradients):
         flat = of_side.flatten(0, -2)  # (texts, d)
         weights, added, total = sample_texts(flat, engine.replay_share, engine.uniform(side))
@@ -42,11 +41,11 @@ def sample(
         balanced = flat * weights.to(flat).unsqueeze(1) + missing_gradient(flat, weights)
         weighted.append(balanced.view_as(of_side))
         of_texts.append(weights.view(of_side.shape[:-1]))
-        kept, texts = kept + int(weights.count_nonzero()), texts + len(weights)
+        kept, count = kept + int(weights.count_nonzero()), count + len(weights)
         noise, signal = noise + added, signal + total
-    chosen = engine.own_texts(micro_batches, *of_texts).nonzero().flatten()
+    chosen = texts.own_rows(*of_texts).nonzero().flatten()
     statistics: dict[str, float | Tensor] = {
-        "replay_share": kept / texts,
+        "replay_share": kept / count,
         "replay_variance": noise / signal if signal else 0.0,
     }
     return (weighted[0], weighted[1]), chosen, statistics

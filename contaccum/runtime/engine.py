@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from contaccum.batch import ONE_TOKEN, MicroBatch, Pass, Tokens, token_batches
+from contaccum.batch import ONE_TOKEN, MicroBatch, Pass
 from contaccum.errors import InputError
 from contaccum.runtime import sharding
 from contaccum.runtime.half_weights import HalfWeights
@@ -29,6 +29,7 @@ from contaccum.runtime.processes import (
     start_group,
     torch_dtype,
 )
+from contaccum.runtime.step_texts import StepTexts
 
 if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
@@ -82,7 +83,7 @@ class Engine(Processes):
         and whether a backward pass follows."""
         # query ids of each micro-batch, and whether its vectors are finite: one flag or one of each
         # pair
-        self._encoded: list[tuple[list[str], Tensor]] = []
+        self.encoded_queries: list[tuple[list[str], Tensor]] = []
         self._separate = sharding.SeparateBackward()  # only for sharded weights
         self.half_weights: HalfWeights | None = None  # only for bf16 and fp16 without sharding
 
@@ -190,7 +191,7 @@ class Engine(Processes):
         queries, passages = self.all_rows(queries), self.all_rows(passages)
         # the flags are read once per step, so that no pass waits for the device
         finite = torch.isfinite(queries).all() & torch.isfinite(passages).all()
-        self._encoded.append((batch.query_ids, finite.view(1)))
+        self.encoded_queries.append((batch.query_ids, finite.view(1)))
         return queries, passages
 
     def _pass(self, tokens: int) -> contextlib.AbstractContextManager[None]:
@@ -203,45 +204,11 @@ class Engine(Processes):
         """Return a context in which the encoder has its weights of the precision of the run."""
         return contextlib.nullcontext() if self.half_weights is None else self.half_weights.used()
 
-    def passes(
-        self, micro_batches: list[MicroBatch], text_numbers: Tensor | None = None, size: int = 1
-    ) -> list[Pass]:
-        """Divide this process's texts of a step into passes of each tower.
+    def texts(self, micro_batches: list[MicroBatch]) -> StepTexts:
+        """Return this process's texts of a step, divided into passes."""
+        return StepTexts(self, micro_batches)
 
-        A pass has at most as many tokens as a micro-batch may have, times ``size``. The last pass
-        is as full as any. text_numbers: texts to encode, see ``Pass``. Default: all texts.
-        """
-        query, passage = self.encoder.query_tower, self.encoder.passage_tower
-        queries = [batch.queries for batch in micro_batches]
-        passages = [batch.passages for batch in micro_batches]
-        if query is passage:
-            sides = [Tokens.join(queries + passages, query.tokenizer.pad_token_id)]
-        else:
-            sides = [
-                Tokens.join(queries, query.tokenizer.pad_token_id),
-                Tokens.join(passages, passage.tokenizer.pad_token_id),
-            ]
-        # micro-batches by tokens are as equal as possible, so the largest may be below the budget
-        budget = size * max(
-            batch.budget or batch.queries.count(self.padded) + batch.passages.count(self.padded)
-            for batch in micro_batches
-        )
-        found: list[Pass] = []
-        first = 0  # number of the first text of the side
-        for side, texts in enumerate(sides):
-            lengths = texts.attention_mask.sum(1)
-            numbers = torch.arange(len(lengths))
-            if text_numbers is not None:
-                of_side = (text_numbers >= first) & (text_numbers < first + len(lengths))
-                numbers = text_numbers[of_side] - first
-            batches = token_batches(lengths[numbers].tolist(), budget, self.padded)
-            for chosen in reversed(self._equalized(map(torch.tensor, batches))):
-                own = numbers[chosen]
-                found.append(Pass(len(found), side, first + own, texts.select(own)))
-            first += len(lengths)
-        return found
-
-    def _equalized(self, batches: Iterable[Tensor]) -> list[Tensor]:
+    def equalized(self, batches: Iterable[Tensor]) -> list[Tensor]:
         """Return the batches as a list.
 
         With sharded weights, add empty batches until all processes have equally many.
@@ -284,59 +251,6 @@ class Engine(Processes):
             return self.encoder.without_dropout()
         return contextlib.nullcontext()
 
-    def gather_pairs(
-        self, micro_batches: list[MicroBatch], passes: list[Pass], vectors: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Gather the vectors of a step from all processes.
-
-        Returns queries (N, d) and passages (N, 1 + H, d), micro-batch by micro-batch and in each by
-        rank, as ``ids`` are. vectors: of each pass, (t, d). Vectors of other processes have no
-        gradient.
-        """
-        order = torch.cat([each.text_numbers for each in passes]).argsort()
-        in_passes = torch.cat(vectors)
-        own = in_passes[order.to(in_passes.device, non_blocking=True)]
-        by_rank = self.all_rows(own).unflatten(0, (-1, len(own)))  # (W, texts, d)
-        sizes = [len(batch.query_ids) for batch in micro_batches]
-        pairs = sum(sizes)
-
-        def by_micro_batch(rows: Tensor) -> Tensor:
-            return torch.cat([part.flatten(0, 1) for part in rows.split(sizes, dim=1)])
-
-        queries = by_micro_batch(by_rank[:, :pairs])
-        passages = by_micro_batch(by_rank[:, pairs:].unflatten(1, (pairs, -1)))
-        finite = torch.isfinite(queries).all(1) & torch.isfinite(passages).flatten(1).all(1)
-        flags = finite.split([len(by_rank) * size for size in sizes])
-        self._encoded += zip([batch.query_ids for batch in micro_batches], flags, strict=True)
-        return queries, passages
-
-    def own_texts(
-        self, micro_batches: list[MicroBatch], queries: Tensor, passages: Tensor
-    ) -> Tensor:
-        """Select the rows of this process's texts, (n + n (1 + H), ...), in the order of ``Pass``.
-
-        queries, passages: rows of the N queries (N, ...) and their passages (N, 1 + H, ...), as
-        ``gather_pairs`` returns them.
-        """
-        sizes = [self.world * len(batch.query_ids) for batch in micro_batches]
-
-        def own(rows: Tensor) -> Tensor:
-            parts = [part.unflatten(0, (self.world, -1))[self.rank] for part in rows.split(sizes)]
-            return torch.cat(parts)
-
-        return torch.cat([own(queries), own(passages).flatten(0, 1)])
-
-    def of_passes(
-        self, micro_batches: list[MicroBatch], passes: list[Pass], queries: Tensor, passages: Tensor
-    ) -> list[Tensor]:
-        """Return the rows of the texts of each pass, (t, d): the inverse of ``gather_pairs``."""
-        if not passes:  # partial replay chose no text of this process
-            return []
-        order = torch.cat([each.text_numbers for each in passes])
-        own = self.own_texts(micro_batches, queries, passages)
-        in_passes = own[order.to(own.device, non_blocking=True)]
-        return list(in_passes.split([len(each.text_numbers) for each in passes]))
-
     def uniform(self, index: int) -> float:
         """Return a random number in [0, 1) that depends only on seed, step and ``index``."""
         return mix(self.seed, self.step, index) / 2**63
@@ -377,7 +291,7 @@ class Engine(Processes):
             passages = torch.arange(pairs + first * per_query, pairs + (first + b) * per_query)
             numbers = torch.cat([queries, passages])  # of the micro-batch's texts, see ``Pass``
             vectors = torch.zeros(len(numbers), self.encoder.dim, device=self.device)
-            for each in self.passes(micro_batches):
+            for each in self.texts(micro_batches).passes:
                 wanted = torch.isin(each.text_numbers, numbers)
                 if self.sharded or wanted.any():
                     places = torch.searchsorted(numbers, each.text_numbers[wanted]).to(self.device)
@@ -397,11 +311,11 @@ class Engine(Processes):
 
         Return [] if there is none.
         """
-        if not self._encoded:
+        if not self.encoded_queries:
             return []
         # one transfer from the device
-        finite = iter(torch.cat([flags for _, flags in self._encoded]).tolist())
-        for query_ids, flags in self._encoded:
+        finite = iter(torch.cat([flags for _, flags in self.encoded_queries]).tolist())
+        for query_ids, flags in self.encoded_queries:
             if not all(next(finite) for _ in flags):
                 return query_ids
         return []
@@ -409,7 +323,7 @@ class Engine(Processes):
     def drop_step(self) -> None:
         """Discard the gradients that were computed since the last update of the weights."""
         self.optimizer.zero_grad()
-        self._encoded = []
+        self.encoded_queries = []
         self._separate.passes = []
         if self.half_weights is not None:
             self.half_weights.drop()

@@ -241,7 +241,7 @@ def test_the_first_pass_keeps_the_graph_of_one_micro_batch(count, kept):
     engine = Engine(device="cpu")
     engine.prepare(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
     batches = micro_batches(count, 4)
-    queries, passages, with_graph = represent(engine, batches, engine.passes(batches))
+    queries, passages, with_graph = represent(engine, engine.texts(batches))
     assert not queries.requires_grad
     assert not passages.requires_grad
     assert [len(vectors) for vectors in with_graph] == kept

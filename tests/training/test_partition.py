@@ -311,10 +311,10 @@ def test_larger_first_passes_need_less_memory_than_the_second_pass(data):
         "grad_cache", data, count=1, sgd=0.0, **{"model.tiny_width": 128}
     )
     batches = [*batches, *batches]  # eight
-    passes = engine.passes(batches)
+    texts = engine.texts(batches)
 
     def second_pass():
-        for vectors in engine.encoded(passes[-1:]):
+        for vectors in engine.encoded(texts.passes[-1:]):
             engine.backward(vectors.sum())
 
     second_pass()  # the gradients' own memory is there before
@@ -322,9 +322,9 @@ def test_larger_first_passes_need_less_memory_than_the_second_pass(data):
     engine.no_grad_group_size = encoder.no_grad_group_size()
     assert engine.no_grad_group_size == 4
     with torch.no_grad():
-        wide = peak(lambda: list(engine.encoded(engine.passes(batches, size=4)[-1:])))
-        whole = peak(lambda: list(engine.encoded(engine.passes(batches, size=100)[-1:])))
+        wide = peak(lambda: list(engine.encoded(texts.passes_of(size=4)[-1:])))
+        whole = peak(lambda: list(engine.encoded(texts.passes_of(size=100)[-1:])))
     assert wide < second
     assert whole > second  # and all passages at once would take more
     # the last one's graph, and the vectors of all
-    assert peak(lambda: represent(engine, batches, passes)) < 1.1 * second
+    assert peak(lambda: represent(engine, texts)) < 1.1 * second
