@@ -365,7 +365,8 @@ COMMANDS = {
         "Run a few training steps with a method, or with several. Find the largest micro-batch "
         "that fits into --memory, its peak memory and the time of a step. Accepts every setting of "
         "`contaccum train`.",
-        "%(prog)s --config FILE [--method NAME | --methods all] [--memory 11GB] "
+        "%(prog)s --data.train DATA [--config FILE] [--method NAME | --methods all] "
+        "[--memory 11GB] "
         "[--GROUP.FIELD VALUE ...]",
         (PlanConfig, TrainConfig),
         skip=("resume", "allow_changes"),
@@ -433,8 +434,8 @@ COMMANDS = {
         "--budget, every run gets as many steps as the budget allows. With --tune, each method "
         "uses the values that are best on dev. A second call runs only what is missing. Accepts "
         "every setting of `contaccum train`.",
-        "%(prog)s --config FILE --methods a,b,c [--budget 200000f] [--tune GROUP.FIELD=v1,v2 ...] "
-        "--output_dir DIR [options]",
+        "%(prog)s --data.train DATA [--config FILE] --methods a,b,c [--budget 200000f] "
+        "[--tune GROUP.FIELD=v1,v2 ...] --output_dir DIR [options]",
         (CompareConfig, TrainConfig),
         skip=("resume", "allow_changes"),
         group="measure and compare",

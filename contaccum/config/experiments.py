@@ -78,7 +78,8 @@ class PlanConfig:
 
     memory: str | None = setting(None, metavar="SIZE")
     """Memory that one process may use, such as 11GB or 24GiB: GPU memory, or main memory on a CPU.
-    Default, and on a CPU the most: what is free now; on a CPU, 80 % of it."""
+    Default: the free GPU memory, or on a CPU 80 % of the free main memory, which is also the most
+    that a CPU plans with."""
     methods: str | None = None
     """Training methods to plan for, separated by commas: `in_batch`, `grad_accum`, `grad_cache`,
     `passage_bank`, `cont_accum`, `cont_cache`; or `all`. Default: `method` of the config."""

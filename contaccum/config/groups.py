@@ -32,7 +32,8 @@ class DataPolicy:
     left out with a warning."""
     repair: bool = setting(False, flag=True)
     """Accept empty passages and duplicate ids. Of several records with the same id, the last is
-    used. A warning counts the empty passages and the duplicate ids."""
+    used. Training leaves out judgements of passages that the corpus lacks. Warnings count these
+    records."""
 
 
 @dataclass
@@ -71,7 +72,8 @@ class DataConfig(DataPolicy):
     miracl/sw, mteb/NFCorpus or
     hub:owner/name:configuration:split?query=COLUMN&pos=COLUMN&neg=COLUMN&label=COLUMN."""
     split: str = "train"
-    """Split to train on: the name of a qrels file in a BEIR folder."""
+    """Split to train on: the name of a qrels file in a BEIR folder, or a split of a Hub data
+    set."""
     mixture: list[MixtureConfig] = setting(factory=list)
     """Several data sets instead of `train`. Each item of the list has `train`, `split`, `weight`,
     `query_prefix`, `passage_prefix` and `in_batch_negatives`."""
@@ -82,7 +84,8 @@ class DataConfig(DataPolicy):
     """Data for evaluation during training, in any form that `train` accepts. Default: no
     evaluation, and the last model is kept."""
     dev_split: str = "dev"
-    """Split to evaluate on during training: the name of a qrels file in a BEIR folder."""
+    """Split to evaluate on during training: the name of a qrels file in a BEIR folder, or a split
+    of a Hub data set."""
     dev_passages: NonNegativeInt = 2000
     """Maximum number of passages of the dev corpus: all judged ones, and a random sample of the
     others. This makes evaluations fast, but scores are higher than on the whole corpus. 0: the
@@ -172,7 +175,7 @@ class BankConfig:
     `passage_bank` stores no queries. 0 disables the bank. Default: the pairs of one step
     (`batch.global_batch_size`)."""
     row_weight: Literal["all", "current"] = "all"
-    """Denominator of the mean loss: the number of current and stored queries (all), or of current
+    """What divides the summed loss: the number of current and stored queries (all), or of current
     queries only (current)."""
     keep: bool = True
     """Keep the bank after an optimizer step. If false, the bank is emptied after each step."""

@@ -51,8 +51,8 @@ def train(
 
     Return the folder of the trained model, ``output_dir/model``.
 
-    pairs: training data in memory instead of ``data.train``: tuples, dicts or a
-    ``datasets.Dataset`` of query, positive and hard negatives (see ``pairs_file``).
+    pairs: training data in memory instead of ``data.train``: tuples, dicts, a
+    ``datasets.Dataset`` or a DataFrame of query, positive and hard negatives (see ``pairs_file``).
     after_step: function that is called after each optimizer step. It may change the number of
     steps with ``Training.set_total``, for example to end at a given time.
 
