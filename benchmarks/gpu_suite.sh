@@ -1,4 +1,85 @@
 #!/usr/bin/env bash
-# Check and measure contaccum on a GPU, in three parts of at most 9 minutes: docs/gpu-suite.md.
-#   bash benchmarks/gpu_suite.sh OUT [--part 1|2|3] [--device cpu] [--quick]
-exec "${PYTHON:-python3}" "$(dirname "$0")/gpu_suite.py" "$@"
+# Checks and measures contaccum on a GPU, step by step: docs/gpu-suite.md.
+#   [PYTHON=python3] [DEVICE=cpu] bash benchmarks/gpu_suite.sh [--quick] OUT [STEP...]
+# Default: all steps. --quick: smallest sizes, which only show that the suite works; DEVICE=cpu implies it.
+set -euo pipefail
+steps=(doctor tests precision shrink resume stalls methods_8 methods_64 methods_tokens defaults peers plan encode search study)
+quick=()
+if [ "${1:-}" = --quick ]; then
+    quick=(--quick)
+    shift
+fi
+out=$(realpath -m "${1:?OUT is missing: a folder for logs and figures}")
+shift
+names=("$@")
+for name in "${names[@]}"; do
+    [[ " ${steps[*]} " == *" $name "* ]] || { echo "$name: no such step; choose from ${steps[*]}" >&2 && exit 2; }
+done
+[ ${#names[@]} -gt 0 ] || names=("${steps[@]}")
+cd "$(dirname "$0")/.."
+export PYTHON=${PYTHON:-python3} PYTHONPATH=$PWD:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+device=${DEVICE:-auto} precision=bf16
+if [ "$device" = cpu ]; then
+    quick=(--quick) precision=fp32
+elif ! "$PYTHON" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    echo "torch sees no CUDA device; for the smallest sizes on the CPU, set DEVICE=cpu" >&2
+    exit 2
+fi
+made=$out/made${quick:+-quick} model=$out/made${quick:+-quick}/model data=$out/made${quick:+-quick}/data
+mkdir -p "$out"
+[ -d "$made" ] || "$PYTHON" benchmarks/made.py "$made" "${quick[@]}" >"$out/made.log" 2>&1 ||
+    { echo "the encoder and the texts were not made; see $out/made.log" >&2 && exit 1; }
+
+failed=0
+for name in "${names[@]}"; do
+    limit=200 script=$name options=()
+    case $name in
+        precision | shrink | resume | stalls) script=gpu_checks options=(--check "$name" --model "$model" --data "$data") ;;
+        methods_8 | methods_64)
+            script=methods
+            options=(--model "$model" --real_texts "$data" --precision "$precision" --micro "${name#methods_}" --pairs 256
+                --sizes 1024 16384 131072 --repeats 3)
+            ;;
+        methods_tokens)
+            script=methods
+            options=(--model "$model" --real_texts "$data" --precision "$precision" --tokens 32768 --pairs 256 --sizes 1024 --repeats 3
+                --kernels 15)
+            ;;
+        peers) options=(--model "$model" --real_texts "$data" --precision "$precision" --token_budget) ;;
+        plan) script=plan_error options=(--model "$model" --data "$data") ;;
+        defaults) options=(--model "$model" --data "$data") ;;
+        encode) options=(--model "$model" --data "$data" --repeats 3) ;;
+        search) options=(--repeats 3) ;;
+    esac
+    command=("$PYTHON" "benchmarks/$script.py" --json "$out/$name.json" --device "$device" "${quick[@]}" "${options[@]}")
+    case $name in
+        doctor) command=("$PYTHON" -m contaccum doctor) ;;
+        tests)
+            # only these files: tests of other packages, which may be missing here, cannot be collected
+            mapfile -t files < <(grep -l "mark.gpu" tests/*/test_*.py)
+            command=("$PYTHON" -m pytest -q -rs -p no:cacheprovider -m gpu "${files[@]}")
+            ;;
+        study)
+            limit=540
+            "$PYTHON" -c "import pathlib, invented_set; invented_set.write_invented_set(pathlib.Path('$out/invented'))"
+            command=("$PYTHON" -m contaccum compare --config configs/study/demo.yaml --data.train "$out/invented" --output_dir "$out/study"
+                --run.device "$device" --run.save_steps 0 --replay.share 1 --optim.epochs 5)
+            if [ ${#quick[@]} -gt 0 ]; then
+                command+=(--methods grad_accum,cont_accum --seeds 1 --baselines none --optim.max_steps 4 --model.tiny_width 32
+                    --model.tiny_vocabulary 300)
+            else
+                command+=(--methods grad_accum,grad_cache,cont_accum,cont_cache --seeds 3)
+            fi
+            ;;
+    esac
+    begin=$SECONDS code=0
+    timeout -k 10 "${LIMIT:-$limit}" "${command[@]}" >"$out/$name.log" 2>&1 </dev/null || code=$?
+    case $code in
+        0) state=passed ;;
+        77) state=skipped ;;
+        124 | 137) state=stopped ;;
+        *) state=failed failed=1 ;;
+    esac
+    echo "$name: $state in $((SECONDS - begin)) s ($(grep -v '^\s*$' "$out/$name.log" | tail -n 1 | cut -c1-300))" | tee -a "$out/steps.log"
+done
+exit $failed

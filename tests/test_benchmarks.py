@@ -2,12 +2,12 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-import gpu_suite
 import pytest
 from invented_set import write_invented_set
 
@@ -78,70 +78,55 @@ def test_peers_with_the_defaults_of_both_libraries(tiny_folder, forked_programs,
     assert max(losses) - min(losses) < 1e-5
 
 
+STEPS_OF_THE_GPU_SUITE = (
+    "doctor tests precision shrink resume stalls",
+    "methods_8 methods_64 methods_tokens defaults peers plan",
+    "encode search study",
+)
+
+
 @pytest.mark.acceptance
-@pytest.mark.parametrize("part", [1, 2, 3])
-def test_each_part_of_the_gpu_suite_runs_on_a_cpu(part, forked_programs, tmp_path):
+@pytest.mark.parametrize("names", STEPS_OF_THE_GPU_SUITE)
+def test_the_steps_of_the_gpu_suite_run_on_a_cpu(names, forked_programs, tmp_path):
     out = tmp_path / "out"
-    options = ("--device", "cpu", "--part", str(part), "--minutes", "30")
-    done = run("bash", "benchmarks/gpu_suite.sh", str(out), *options, **forked_programs)
+    variables = {**forked_programs, "DEVICE": "cpu", "LIMIT": "1800"}
+    done = run("bash", "benchmarks/gpu_suite.sh", str(out), *names.split(), **variables)
     assert done.returncode == 0, done.stdout
-    found = json.loads((out / f"part{part}.json").read_text())
-    skipped = [step["name"] for step in found["steps"] if step["state"] != "passed"]
-    assert skipped == (["shrink"] if part == 1 else [])
-    assert [step["part"] for step in found["steps"]] == [0] + [part] * (len(found["steps"]) - 1)
-    assert (out / f"part{part}.log").read_text() == done.stdout
-    steps = gpu_suite.make_steps(out, "cpu", True)
-    assert [step["name"] for step in found["steps"][1:]] == [
-        step.name for step in steps if step.part == part
-    ]
-    for name in (step["name"] for step in found["steps"]):
+    states = dict(re.findall(r"^(\w+): (\w+) in ", done.stdout, re.MULTILINE))
+    skipped = ["shrink"] if "shrink" in names else []
+    assert states == {name: "skipped" if name in skipped else "passed" for name in names.split()}
+    assert (out / "steps.log").read_text() == done.stdout
+    for name in set(states) - {"doctor", "tests", "study", *skipped}:
         assert json.loads((out / f"{name}.json").read_text())
-        assert (out / f"{name}.log").is_file()
 
 
-def run_suite(monkeypatch, out: Path, steps: list[gpu_suite.Step], *options: str) -> int:
-    monkeypatch.setattr(gpu_suite, "make_steps", lambda *_: steps)
-    monkeypatch.setattr(sys, "argv", ["gpu_suite.py", str(out), "--device", "cpu", *options])
-    return gpu_suite.main()
-
-
-def test_steps_of_the_gpu_suite_do_not_depend_on_each_other(tmp_path, monkeypatch, capsys):
-    """A step that fails, one without its package and one that takes too long do not stop the last
-    one, or the next part."""
-
-    def step(name: str, code: str, *needs: str, most: int = 60, part: int = 1) -> gpu_suite.Step:
-        return gpu_suite.Step(part, name, [sys.executable, "-c", code], needs, most)
-
-    steps = [step("fails", "raise ValueError('why')"), step("lacks", "", "no_such_package"),
-             step("hangs", "import time; time.sleep(600)", most=8), step("works", "print('fine')"),
-             step("next", "print('fine')", part=2)]  # fmt: skip
-    assert run_suite(monkeypatch, tmp_path, steps, "--part", "1", "--part", "2") == 1
-    found = {
-        each["name"]: (each["state"], each["reason"])
-        for part in (1, 2)
-        for each in json.loads((tmp_path / f"part{part}.json").read_text())["steps"]
-    }
-    assert found["fails"] == ("failed", "exit code 1: ValueError: why")
-    assert found["lacks"] == ("skipped", "needs no_such_package")
-    assert found["hangs"][0] == "stopped"
-    assert found["works"] == found["next"] == ("passed", "fine")
-    assert run_suite(monkeypatch, tmp_path, steps, "--part", "1", "--minutes", "0") == 0
-    assert "works: skipped in 0 s (the time of this part is over)" in capsys.readouterr().out
-    assert run_suite(monkeypatch, tmp_path, steps, "--step", "works", "--step", "next") == 0
-    printed = [line.split(" in ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert printed == ["part 1, works: passed", "part 2, next: passed"]
-    with pytest.raises(SystemExit):
-        run_suite(monkeypatch, tmp_path, steps, "--step", "encod")
-    assert "encod: no such step; choose from fails, lacks" in capsys.readouterr().err
-
-
-def test_the_gpu_suite_refuses_a_machine_without_a_gpu(tmp_path):
-    done = run(
-        sys.executable, "benchmarks/gpu_suite.py", str(tmp_path / "out"), CUDA_VISIBLE_DEVICES=""
+def test_a_step_of_the_gpu_suite_that_fails_or_hangs_does_not_stop_the_next(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\ncase $* in *made.py*) ;; *doctor*) echo why >&2; exit 3 ;;"
+        " *defaults*) sleep 60 ;; *) echo fine ;; esac\n"
     )
+    python.chmod(0o700)
+    variables = {"PYTHON": str(python), "DEVICE": "cpu", "LIMIT": "2"}
+    names = ["doctor", "defaults", "encode"]
+    done = run("bash", "benchmarks/gpu_suite.sh", str(tmp_path / "out"), *names, **variables)
+    assert done.returncode == 1
+    lines = [re.sub(r"in \d+ s ", "", line) for line in done.stdout.splitlines()]
+    assert lines == ["doctor: failed (why)", "defaults: stopped ()", "encode: passed (fine)"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "sentence"),
+    [
+        ([], {"PYTHON": sys.executable}, "torch sees no CUDA device"),
+        (["encod"], {"DEVICE": "cpu"}, "encod: no such step; choose from doctor tests"),
+    ],
+)
+def test_the_gpu_suite_refuses(arguments, variables, sentence, tmp_path):
+    variables = {**variables, "CUDA_VISIBLE_DEVICES": ""}
+    done = run("bash", "benchmarks/gpu_suite.sh", str(tmp_path / "out"), *arguments, **variables)
     assert done.returncode == 2
-    assert (
-        "torch sees no CUDA device; for the smallest sizes on the CPU, add --device cpu"
-        in done.stderr
-    )
+    assert sentence in done.stderr
+    for name in " ".join(STEPS_OF_THE_GPU_SUITE).split() if arguments else ():
+        assert f" {name}" in done.stderr
     assert not (tmp_path / "out").exists()
