@@ -131,14 +131,20 @@ class DevEvaluator:
         self.evaluated, self.worse = state["evaluated"], state["worse"]
         if self.dev_set is None:
             return ""
-        measure = self.measure()
-        if not measure.items() <= self.start.items():
+        if not self._comparable(self.start):
             self.start = {}
-        if not self.best or (model and measure.items() <= self.best.items()):
-            self.replaced = bool(self.best) and self.best.get("model", model) != model
-            if self.replaced and self.best["step"] == state["step"]:
-                self.evaluated = 0  # evaluate this step again, which saves its model
+        if not self.best:
             return ""
-        self.best, self.worse = {}, 0
-        self.evaluated = 0  # evaluate this step again if an evaluation is due
-        return "the metric or the dev set changed" if model else "its model was deleted"
+        if not model or not self._comparable(self.best):
+            self.best, self.worse = {}, 0
+            self.evaluated = 0  # evaluate this step again if an evaluation is due
+            return "the metric or the dev set changed" if model else "its model was deleted"
+        self.replaced = self.best.get("model", model) != model
+        if self.replaced and self.best["step"] == state["step"]:
+            self.evaluated = 0  # evaluate this step again, which saves its model
+        return ""
+
+    def _comparable(self, score: dict[str, Any]) -> bool:
+        """Return whether a saved score has the metric and the dev set of this run."""
+        measure = self.measure()
+        return {name: score.get(name) for name in measure} == measure

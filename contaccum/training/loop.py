@@ -377,21 +377,9 @@ class Training:
         losses = self.compute_gradients(micro_batches)
         if losses is None:
             return None
-        if ids := engine.not_finite():
-            raise NotFiniteError(
-                f"step {step} ({named_queries(ids)}): an embedding contains NaN or infinity"
-            )
-        means = mean_losses(losses, micro_batches, step)
-        # masks by score may leave a step without negatives
-        by_score = config.loss.guide is not None or config.loss.false_negative_margin is not None
-        if step == 1 and means["negatives"] == 0 and not by_score and engine.is_main:
-            warnings.warn(
-                "step 1: no query has a negative, so nothing is learned. Use more training "
-                "queries, or a batch.micro_batch_size above 1.",
-                stacklevel=2,
-            )
+        means = self.check_losses(losses, micro_batches)
 
-        # gradients: sum them over the processes, measure and clip them
+        # gradients: sum them over the processes, measure and clip them, and update the weights
         engine.reduce_gradients()
         query_norm, passage_norm = engine.gradient_norms()
         age_mean, age_max = None, None
@@ -406,21 +394,7 @@ class Training:
             raise NotFiniteError(
                 f"step {step} ({queries}): the gradient norm is {norm}, not a finite number"
             )
-        scale = engine.clip(norm, config.optim.max_grad_norm)
-
-        # update
-        warmup = parts.step_count(config.optim.warmup_steps, self.total)
-        factor = parts.learning_rate_factor(self.done, self.total, warmup, config.optim.schedule)
-        rate = config.optim.learning_rate * factor
-        parts.set_learning_rate(engine.optimizer, rate)
-        engine.update()
-        # a loss scale below 1 cannot cause an overflow, and the scaler would halve it forever
-        # without taking a step
-        if not finite and engine.scaler.get_scale() < 1:
-            raise NotFiniteError(
-                f"step {step}: the gradient norm is {norm}, not a finite number. The loss scale "
-                f"{engine.scaler.get_scale():g} is not the cause, because it is below 1"
-            )
+        rate, scale = self.update_weights(norm)
         bank.end_step()
 
         norms: dict[str, float | None] = {
@@ -445,6 +419,52 @@ class Training:
             "micro_batches": len(micro_batches),
             "peak_memory": engine.peak_memory(),
         }
+
+    def check_losses(
+        self, losses: list[LossValue], micro_batches: list[MicroBatch]
+    ) -> dict[str, Any]:
+        """Return the mean losses of the step, to log.
+
+        Raises NotFiniteError if an embedding or a loss is NaN or infinite. Warns if the first step
+        has no negatives.
+        """
+        config, step = self.config, self.done + 1
+        if ids := self.engine.not_finite():
+            raise NotFiniteError(
+                f"step {step} ({named_queries(ids)}): an embedding contains NaN or infinity"
+            )
+        means = mean_losses(losses, micro_batches, step)
+        # masks by score may leave a step without negatives
+        by_score = config.loss.guide is not None or config.loss.false_negative_margin is not None
+        if step == 1 and means["negatives"] == 0 and not by_score and self.engine.is_main:
+            warnings.warn(
+                "step 1: no query has a negative, so nothing is learned. Use more training "
+                "queries, or a batch.micro_batch_size above 1.",
+                stacklevel=2,
+            )
+        return means
+
+    def update_weights(self, norm: float) -> tuple[float, float]:
+        """Clip the gradients, whose joint norm is ``norm``, and update the weights with them.
+
+        Returns the learning rate and the factor of clipping. Raises NotFiniteError if the norm is
+        not finite and a lower loss scale of fp16 cannot help.
+        """
+        engine, optim = self.engine, self.config.optim
+        scale = engine.clip(norm, optim.max_grad_norm)
+        warmup = parts.step_count(optim.warmup_steps, self.total)
+        factor = parts.learning_rate_factor(self.done, self.total, warmup, optim.schedule)
+        rate = optim.learning_rate * factor
+        parts.set_learning_rate(engine.optimizer, rate)
+        engine.update()
+        # a loss scale below 1 cannot cause an overflow, and the scaler would halve it forever
+        # without taking a step
+        if not math.isfinite(norm) and engine.scaler.get_scale() < 1:
+            raise NotFiniteError(
+                f"step {self.done + 1}: the gradient norm is {norm}, not a finite number. The loss "
+                f"scale {engine.scaler.get_scale():g} is not the cause, because it is below 1"
+            )
+        return rate, scale
 
     def compute_gradients(self, micro_batches: list[MicroBatch]) -> list[LossValue] | None:
         """Make the forward and backward passes of a step: its loss, or one for each micro-batch.
