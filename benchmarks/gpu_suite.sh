@@ -25,33 +25,21 @@ elif ! "$PYTHON" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"
     echo "torch sees no CUDA device; for the smallest sizes on the CPU, set DEVICE=cpu" >&2
     exit 2
 fi
-made=$out/made${quick:+-quick} model=$out/made${quick:+-quick}/model data=$out/made${quick:+-quick}/data
+made=$out/made${quick:+-quick}
 mkdir -p "$out"
-[ -d "$made" ] || "$PYTHON" benchmarks/made.py "$made" "${quick[@]}" >"$out/made.log" 2>&1 ||
-    { echo "the encoder and the texts were not made; see $out/made.log" >&2 && exit 1; }
+write_invented="import pathlib, sys, invented_set; invented_set.write_invented_set(pathlib.Path(sys.argv[1]))"
+if ! { { [ -d "$made" ] || "$PYTHON" benchmarks/made.py "$made" "${quick[@]}"; } &&
+    "$PYTHON" -c "$write_invented" "$out/invented"; } >"$out/made.log" 2>&1; then
+    echo "the encoder and the texts were not made; see $out/made.log" >&2
+    exit 1
+fi
+made_options=(--model "$made/model" --data "$made/data")
+timing_options=(--model "$made/model" --real_texts "$made/data" --precision "$precision")
+measure() { command=("$PYTHON" "benchmarks/$1.py" --json "$out/$name.json" --device "$device" "${quick[@]}" "${@:2}"); }
 
 failed=0
 for name in "${names[@]}"; do
-    limit=200 script=$name options=()
-    case $name in
-        precision | shrink | resume | stalls) script=gpu_checks options=(--check "$name" --model "$model" --data "$data") ;;
-        methods_8 | methods_64)
-            script=methods
-            options=(--model "$model" --real_texts "$data" --precision "$precision" --micro "${name#methods_}" --pairs 256
-                --sizes 1024 16384 131072 --repeats 3)
-            ;;
-        methods_tokens)
-            script=methods
-            options=(--model "$model" --real_texts "$data" --precision "$precision" --tokens 32768 --pairs 256 --sizes 1024 --repeats 3
-                --kernels 15)
-            ;;
-        peers) options=(--model "$model" --real_texts "$data" --precision "$precision" --token_budget) ;;
-        plan) script=plan_error options=(--model "$model" --data "$data") ;;
-        defaults) options=(--model "$model" --data "$data") ;;
-        encode) options=(--model "$model" --data "$data" --repeats 3) ;;
-        search) options=(--repeats 3) ;;
-    esac
-    command=("$PYTHON" "benchmarks/$script.py" --json "$out/$name.json" --device "$device" "${quick[@]}" "${options[@]}")
+    limit=200
     case $name in
         doctor) command=("$PYTHON" -m contaccum doctor) ;;
         tests)
@@ -59,9 +47,18 @@ for name in "${names[@]}"; do
             mapfile -t files < <(grep -l "mark.gpu" tests/*/test_*.py)
             command=("$PYTHON" -m pytest -q -rs -p no:cacheprovider -m gpu "${files[@]}")
             ;;
+        precision | shrink | resume | stalls) measure gpu_checks --check "$name" "${made_options[@]}" ;;
+        methods_8 | methods_64)
+            measure methods "${timing_options[@]}" --micro "${name#methods_}" --pairs 256 --sizes 1024 16384 131072 --repeats 3
+            ;;
+        methods_tokens) measure methods "${timing_options[@]}" --tokens 32768 --pairs 256 --sizes 1024 --repeats 3 --kernels 15 ;;
+        defaults) measure defaults "${made_options[@]}" ;;
+        peers) measure peers "${timing_options[@]}" --token_budget ;;
+        plan) measure plan_error "${made_options[@]}" ;;
+        encode) measure encode "${made_options[@]}" --repeats 3 ;;
+        search) measure search --repeats 3 ;;
         study)
             limit=540
-            "$PYTHON" -c "import pathlib, invented_set; invented_set.write_invented_set(pathlib.Path('$out/invented'))"
             command=("$PYTHON" -m contaccum compare --config configs/study/demo.yaml --data.train "$out/invented" --output_dir "$out/study"
                 --run.device "$device" --run.save_steps 0 --replay.share 1 --optim.epochs 5)
             if [ ${#quick[@]} -gt 0 ]; then

@@ -115,6 +115,16 @@ def test_a_step_of_the_gpu_suite_that_fails_or_hangs_does_not_stop_the_next(tmp_
     assert lines == ["doctor: failed (why)", "defaults: stopped ()", "encode: passed (fine)"]
 
 
+def test_the_gpu_suite_ends_if_its_data_cannot_be_made(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\ncase $* in *made.py*) exit 3 ;; esac\n")
+    python.chmod(0o700)
+    variables = {"PYTHON": str(python), "DEVICE": "cpu"}
+    done = run("bash", "benchmarks/gpu_suite.sh", str(tmp_path / "out"), "search", **variables)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "were not made; see" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "variables", "sentence"),
     [

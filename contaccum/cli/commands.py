@@ -366,8 +366,7 @@ COMMANDS = {
         "that fits into --memory, its peak memory and the time of a step. Accepts every setting of "
         "`contaccum train`.",
         "%(prog)s --data.train DATA [--config FILE] [--method NAME | --methods all] "
-        "[--memory 11GB] "
-        "[--GROUP.FIELD VALUE ...]",
+        "[--memory 11GB] [--GROUP.FIELD VALUE ...]",
         (PlanConfig, TrainConfig),
         skip=("resume", "allow_changes"),
         group="train a model",

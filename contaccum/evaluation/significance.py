@@ -56,8 +56,7 @@ class Comparison:
     p_permutation: float  # two-sided p of the permutation test over queries
     p_t: float  # two-sided p of the t-test over queries
     pairs: int
-    """Number of pairs of runs, one of each system, that all other numbers are about. 1: a system
-    has only one run; then it is compared with the mean of the other's runs."""
+    """Number of pairs of runs that were compared. 1: a system has only one run."""
     p_both: float | None
     """Two-sided p over queries and seeds, see ``over_both``. With so few queries that
     ``p_permutation`` is exact, at least that. None: a system has only one run."""
@@ -186,9 +185,9 @@ def compare(
     """Compare two systems on the same queries by one measure, such as ndcg@10.
 
     ours, theirs: training seed -> values of every query. A system without seeds has one key: None.
-    A run of one system is paired with the run of the other that has the same seed. Runs without
-    such a partner do not count: their luck would be in the difference, but not in its error. If
-    there are fewer than two pairs, any two runs form one.
+    Runs with the same seed form a pair; if there are fewer than two such pairs, any two runs do.
+    Other runs do not count: their luck would be in the difference, but not in its error. A system
+    with a single run is compared with the mean of the other's runs.
 
     Raises InputError if the systems were scored on different queries, or if the values lack the
     measure.
@@ -205,7 +204,7 @@ def compare(
     pairs = [(one[seed], two[seed]) for seed in one if seed in two]
     if len(pairs) < 2:
         pairs = list(zip(one.values(), two.values(), strict=False))
-    if len(pairs) < 2:
+    if len(pairs) < 2:  # a system with one run is compared with the mean of the other's
         pairs = [(np.mean(list(one.values()), axis=0), np.mean(list(two.values()), axis=0))]
     by_pair = np.array([ours - theirs for ours, theirs in pairs])  # (pairs, queries)
     differences = by_pair.mean(0)

@@ -35,7 +35,7 @@ ABOUT_P = (
 
 
 def about_seeds(found: Sequence[Difference]) -> str:
-    """Return sentences that say whether the tests are over seeds, too, and where only over some."""
+    """Say whether the tests are over seeds, too, and which rows have fewer seeds in them."""
     single = [one.group.label for one in found if one.found.both is None]
     if not single:
         about = "The interval and p are over queries and seeds"
@@ -47,12 +47,12 @@ def about_seeds(found: Sequence[Difference]) -> str:
             f"too few seeds: {', '.join(single)}"
         )
     fewer = [
-        f"{one.group.label} ({one.found.pairs})"
+        f"{one.group.label} ({one.found.pairs} seeds)"
         for one in found
         if 1 < one.found.pairs < max(len(one.group.per_query()), len(one.reference.per_query()))
     ]
     if fewer:
-        about += f". Only the seeds of both runs are compared in {', '.join(fewer)}"
+        about += f". Where one side has more seeds, only those of both count: {', '.join(fewer)}"
     return about
 
 

@@ -83,7 +83,7 @@ class Engine(Processes):
         and whether a backward pass follows."""
         # query ids of each micro-batch, and whether its vectors are finite: one flag or one of each
         # pair
-        self.encoded_queries: list[tuple[list[str], Tensor]] = []
+        self.finite_flags: list[tuple[list[str], Tensor]] = []
         self._separate = sharding.SeparateBackward()  # only for sharded weights
         self.half_weights: HalfWeights | None = None  # only for bf16 and fp16 without sharding
 
@@ -191,7 +191,7 @@ class Engine(Processes):
         queries, passages = self.all_rows(queries), self.all_rows(passages)
         # the flags are read once per step, so that no pass waits for the device
         finite = torch.isfinite(queries).all() & torch.isfinite(passages).all()
-        self.encoded_queries.append((batch.query_ids, finite.view(1)))
+        self.finite_flags.append((batch.query_ids, finite.view(1)))
         return queries, passages
 
     def _pass(self, tokens: int) -> contextlib.AbstractContextManager[None]:
@@ -311,11 +311,11 @@ class Engine(Processes):
 
         Return [] if there is none.
         """
-        if not self.encoded_queries:
+        if not self.finite_flags:
             return []
         # one transfer from the device
-        finite = iter(torch.cat([flags for _, flags in self.encoded_queries]).tolist())
-        for query_ids, flags in self.encoded_queries:
+        finite = iter(torch.cat([flags for _, flags in self.finite_flags]).tolist())
+        for query_ids, flags in self.finite_flags:
             if not all(next(finite) for _ in flags):
                 return query_ids
         return []
@@ -323,7 +323,7 @@ class Engine(Processes):
     def drop_step(self) -> None:
         """Discard the gradients that were computed since the last update of the weights."""
         self.optimizer.zero_grad()
-        self.encoded_queries = []
+        self.finite_flags = []
         self._separate.passes = []
         if self.half_weights is not None:
             self.half_weights.drop()

@@ -25,6 +25,7 @@ class StepTexts:
         query, passage = engine.encoder.query_tower, engine.encoder.passage_tower
         queries = [batch.queries for batch in micro_batches]
         passages = [batch.passages for batch in micro_batches]
+        # texts of the query tower and of the passage tower, or all of one
         if query is passage:
             self.sides = [Tokens.join(queries + passages, query.tokenizer.pad_token_id)]
         else:
@@ -82,7 +83,7 @@ class StepTexts:
         passages = by_micro_batch(by_rank[:, pairs:].unflatten(1, (pairs, -1)))
         finite = torch.isfinite(queries).all(1) & torch.isfinite(passages).flatten(1).all(1)
         flags = finite.split([len(by_rank) * size for size in self.pairs])
-        self.engine.encoded_queries += zip(self.query_ids, flags, strict=True)
+        self.engine.finite_flags += zip(self.query_ids, flags, strict=True)
         return queries, passages
 
     def own_rows(self, queries: Tensor, passages: Tensor) -> Tensor:

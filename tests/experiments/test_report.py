@@ -387,8 +387,8 @@ def test_the_report_says_where_only_some_seeds_are_compared(tmp_path):
     groups = group_runs([load_run_record(tmp_path / name) for name in names])
     found = differences(groups, "ndcg@10", {tmp_path / "grad_cache0"})
     assert about_seeds(found) == (
-        "The interval and p are over queries and seeds. Only the seeds of both runs are compared "
-        "in grad_accum (2)"
+        "The interval and p are over queries and seeds. Where one side has more seeds, only "
+        "those of both count: grad_accum (2 seeds)"
     )
     rows = {row["run"]: row for row in results(groups, "ndcg@10", found)}
     # the mean of the third seed, which grad_accum lacks, is not in the difference
