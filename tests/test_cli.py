@@ -14,9 +14,9 @@ from helpers import train_config, write_beir
 import contaccum
 from contaccum import DualEncoder, evaluate, search, train
 from contaccum.cli import main
-from contaccum.cli.commands import COMMANDS, _warn_of_other_settings
+from contaccum.cli.commands import COMMANDS
 from contaccum.cli.parser import help_texts, parse
-from contaccum.config import ModelConfig, to_yaml, train_settings
+from contaccum.config import to_yaml, train_settings
 from contaccum.config.declare import default_of
 
 
@@ -292,27 +292,6 @@ def test_prefixes_of_options_are_not_completed(capsys):
     ):
         assert main(words) == 2
         assert "has no such option; did you mean --" in capsys.readouterr().err
-
-
-def test_training_on_warns_of_settings_that_the_model_does_not_keep(stored_model, recwarn):
-    """The config decides, not the folder of the trained model."""
-    model = ModelConfig(name=str(stored_model), max_query_length=16)
-    _warn_of_other_settings(model)
-    assert [str(each.message).partition(": was ")[2] for each in recwarn] == [
-        "trained with max_passage_length 32, but this run has 256; set "
-        "--model.max_passage_length 32 to keep it",
-    ]
-
-
-@pytest.fixture
-def stored_model(tmp_path):
-    """Folder of a run with the settings of its model, but without weights."""
-    settings = {"max_query_length": 16, "max_passage_length": 32}
-    (tmp_path / "run" / "model").mkdir(parents=True)
-    (tmp_path / "run" / "model" / "contaccum.json").write_text(
-        json.dumps({"format_version": 1, "pooling": "mean", **settings})
-    )
-    return tmp_path / "run"
 
 
 if __name__ == "__main__":

@@ -25,13 +25,15 @@ COLUMNS = (
     "grad_norm", "query_grad_norm", "passage_grad_norm", "bank_fill", "bank_age_mean",
     "bank_age_max", "peak_memory", "drift_query_cosine", "drift_passage_cosine", "drift",
 )  # fmt: skip
-# Settings with these values are left out. The last four were the defaults when the published runs
-# were packed.
+# Settings with these values are left out. Those listed here were the defaults when the published
+# runs were packed.
 DEFAULTS = flat(asdict(TrainConfig())) | {
     "method": "cont_accum",
     "batch.micro_batch_size": 8,
     "model.unpad": False,
     "model.tie_towers": False,
+    "model.max_query_length": 64,
+    "model.max_passage_length": 256,
 }
 PLACES = ("output_dir", "data.train", "data.dev", "model.name", "resume")
 """Settings that name folders of one machine."""

@@ -31,10 +31,10 @@ class EncodingConfig:
     cosine."""
     max_query_length: PositiveInt | None = None
     """Maximum number of tokens of a query. Longer queries are truncated. Default: as stored in the
-    folder of the encoder, else 64."""
+    folder of the encoder (in training at most 512), else 64."""
     max_passage_length: PositiveInt | None = None
     """Maximum number of tokens of a passage. Longer passages are truncated. Default: as stored in
-    the folder of the encoder, else 256."""
+    the folder of the encoder (in training at most 512), else 256."""
     query_prefix: str | None = None
     """Text that is put before every query. Default: as stored in the folder of the encoder, else as
     published for its family (such as E5 or BGE), else none."""
@@ -99,10 +99,6 @@ class ModelConfig(EncodingConfig):
     """Train one encoder for both queries and passages. False: one encoder for each, as in DPR and
     the CONTACCUM paper, which needs twice the memory for weights, gradients and optimizer state.
     Default: as in the folder of the encoder, else true; with `model.passage_name`, false."""
-    max_query_length: PositiveInt | None = setting(64, kw_only=True)
-    """Maximum number of tokens of a query. Longer queries are truncated."""
-    max_passage_length: PositiveInt | None = setting(256, kw_only=True)
-    """Maximum number of tokens of a passage. Longer passages are truncated."""
     temperature: PositiveFloat = 0.05
     """Number by which the loss divides similarities. Use about 0.05 with cosine. The published
     value with dot is 1."""

@@ -63,8 +63,6 @@ HARMLESS_OPTIONS = {
     "use_memory_efficient_attention",
 }  # fmt: skip
 
-# settings that training takes from its config, not from the folder of the encoder
-STORED_FOR_TRAINING = ("max_query_length", "max_passage_length")
 # names of model families whose members have different settings
 FAMILY_WORDS = re.compile(r"(?<![a-z0-9])(m?e5|bge|gte|nomic|m?contriever)(?![a-z0-9])")
 # those whose members all need prefixes
@@ -305,22 +303,6 @@ def model_folder(name: str | Path) -> str:
             "(owner/name)"
         )
     return text
-
-
-def stored_differences(name: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the stored lengths of a model that differ from ``values``.
-
-    name: folder of a run or of a trained model. Another encoder has no differences. values: values
-    of the settings; None means the stored value.
-    """
-    if not os.path.isdir(name):
-        return {}
-    stored = optional_json(model_folder(name), SETTINGS_FILE, dict[str, Any], version=1) or {}
-    return {
-        key: stored[key]
-        for key in STORED_FOR_TRAINING
-        if key in stored and values[key] not in (None, stored[key])
-    }
 
 
 def read_encoder(name: str, given: Container[str] = ()) -> EncoderFiles:

@@ -255,7 +255,7 @@ class Auto:
         if config.method == "cont_accum":
             tokens = BATCH_TOKENS.get(encoding_device(config.run.device).type, BATCH_TOKENS["cpu"])
             passages = 1 + data.hard_negatives
-            pairs = tokens // (passages * (config.model.max_passage_length or 256))
+            pairs = tokens // (passages * self.state.passage_length)
             size = next(size for size in (64, 32, 16, 8) if size <= max(8, pairs))
             size = min(size, config.batch.global_batch_size)
         batch = replace(config.batch, micro_batch_size=size, micro_batch_tokens=None)
@@ -275,6 +275,7 @@ class Auto:
         loading = time.monotonic()
         encoder = build_encoder(self.base, train_set, encoding_device(self.base.run.device))
         load = time.monotonic() - loading
+        state.passage_length = encoder.settings.max_passage_length
         limit = SAMPLE_SHARE * self.total
         query = encoding_seconds(encoder.encode_queries, train_set.queries["text"][:SAMPLE], limit)
         passage = encoding_seconds(encoder.encode_passages, sample(train_set.passages), limit)

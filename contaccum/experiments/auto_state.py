@@ -63,6 +63,8 @@ class State:
     """Measured seconds, with the keys of ``predicted``. They replace the prediction."""
     dev_passages: int = 0
     """Number of passages in the small dev set. 0: not chosen yet."""
+    passage_length: int = 256
+    """Maximum number of tokens of a passage. The prediction reads it from the encoder."""
     tuning: float = 0.0
     """Total seconds of all tuning runs so far."""
     candidates: int = 0

@@ -39,6 +39,9 @@ from contaccum.runtime.progress import announced
 from contaccum.training.automatic import choose_unpad, longest_pair
 
 _TOWER_SETTINGS = ("passage_name", "tie_towers")
+# maximum number of tokens of a text in training, unless the config sets another; some encoders
+# accept 8,192 or more, for which the memory of most GPUs is too small
+USUAL_LENGTH = 512
 
 
 def build_encoder(
@@ -50,7 +53,8 @@ def build_encoder(
         adapters = Adapters(config.lora, model.quantize) if config.lora.rank else None
         towers = {name: getattr(model, name) for name in _TOWER_SETTINGS}
         encoder = load_encoder(config, model.name, device, adapters=adapters, **towers)
-        encoder.settings = _with_mixture_prefixes(config, encoder.settings)
+        settings = _with_usual_lengths(config, encoder.settings)
+        encoder.settings = _with_mixture_prefixes(config, settings)
         return encoder
     chosen = {
         name: getattr(model, name) for name in ENCODER_SETTINGS if getattr(model, name) is not None
@@ -69,6 +73,24 @@ def build_encoder(
     )
     passage = query if tied else copy.deepcopy(query)
     return DualEncoder(query, passage, settings).to(device)
+
+
+def _with_usual_lengths(config: TrainConfig, settings: EncoderSettings) -> EncoderSettings:
+    """Return ``settings`` with at most USUAL_LENGTH tokens a text, and warn if they change.
+
+    Lengths that the config sets stay unchanged.
+    """
+    changes: dict[str, Any] = {}
+    for name in ("max_query_length", "max_passage_length"):
+        stored = getattr(settings, name)
+        if getattr(config.model, name) is None and stored > USUAL_LENGTH:
+            warnings.warn(
+                f"{config.model.name}: {name} is {stored}, but training uses {USUAL_LENGTH} tokens "
+                f"of a text at most. Set model.{name} to another number to use more.",
+                stacklevel=2,
+            )
+            changes[name] = USUAL_LENGTH
+    return replace(settings, **changes)
 
 
 def _with_mixture_prefixes(config: TrainConfig, settings: EncoderSettings) -> EncoderSettings:

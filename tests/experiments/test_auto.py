@@ -398,11 +398,10 @@ def test_only_cont_accum_has_a_fixed_micro_batch(tmp_path):
     def configure(changes):
         pairs = int(changes.get("batch.global_batch_size", 16))
         batch = replace(config.batch, global_batch_size=pairs)
-        model = replace(config.model, max_passage_length=60)
-        method = changes.get("method", "grad_cache")
-        return replace(config, method=method, batch=batch, model=model)
+        return replace(config, method=changes.get("method", "grad_cache"), batch=batch)
 
     made = auto.Auto(configure, AutoConfig(time="1h"), 0.0)
+    made.state.passage_length = 60
     sizes = {
         (method, pairs): made.config("x", {"method": method, **auto._batch(pairs)}).batch
         for method in ("cont_accum", "cont_cache")

@@ -159,6 +159,25 @@ def test_by_default_one_encoder_is_trained_unless_the_model_has_two(data, tmp_pa
     assert towers("other", **start["one"], **other) == 2
 
 
+def test_lengths_are_those_of_the_encoder_up_to_512_tokens(data, tmp_path):
+    base = str(tmp_path / "base")
+    steps = {"optim.max_steps": 1}
+    lengths = {"model.max_query_length": 48, "model.max_passage_length": 600}
+    train(train_config(data, base, **steps, **lengths))
+
+    def trained_on(folder, **lengths):
+        changes = {"model.name": base, "model.tie_towers": None, **steps, **lengths}
+        model = train(train_config(data, tmp_path / folder, **changes))
+        settings = DualEncoder.load(model).settings
+        return settings.max_query_length, settings.max_passage_length
+
+    not_set = {"model.max_query_length": None, "model.max_passage_length": None}
+    with pytest.warns(UserWarning, match=r"base: max_passage_length is 600, but training uses 512"):
+        assert trained_on("usual", **not_set) == (48, 512)
+    assert trained_on("set", **not_set | {"model.max_passage_length": 600}) == (48, 600)
+    assert trained_on("shorter", **lengths | {"model.max_query_length": 16}) == (16, 600)
+
+
 def test_best_dev_model_is_saved(data, tmp_path):
     """At a learning rate that damages the model late, the best model is saved, not the last one."""
     run = tmp_path / "run"
