@@ -343,12 +343,27 @@ def test_sections_of_markdown_files_become_pairs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_notes").mkdir()
     code = "```bash\n# no heading\n```\n"
-    text = f"# One\n\nfirst\n{code}\n## Two\n\n## Three\nthird\n"
+    text = f"before\n# One\n\nfirst\n{code}\n## Two\n\n## Three ##\nthird\n"
     (tmp_path / "my_notes" / "a.md").write_text(text)
+    (tmp_path / "my_notes" / "b.md").write_text("# C#\nfourth\n", encoding="utf-8-sig")
     exec(python_blocks("docs/how-to/own-data.md")[0], {})
     found = list(open_dataset("my_notes.jsonl").examples())
     pairs = [(each.query.text, each.positives[0].text) for each in found]
-    assert pairs == [("One", "first"), ("Three", "third")]
+    assert pairs == [
+        ("a", "before"), ("One", "first"), ("Three", "third"), ("C#", "fourth")
+    ]  # fmt: skip
+
+
+def test_paragraphs_of_text_files_become_pairs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_texts").mkdir()
+    paragraphs = ["This is a first sentence. The rest.\nMore.", "Too short. No pair.", "Only one."]
+    text = "\n \n".join(paragraphs)
+    (tmp_path / "my_texts" / "a.txt").write_text(text, encoding="utf-8-sig")
+    exec(python_blocks("docs/how-to/own-data.md")[1], {})
+    found = list(open_dataset("first_sentences.jsonl").examples())
+    pairs = [(each.query.text, each.positives[0].text) for each in found]
+    assert pairs == [("This is a first sentence.", "The rest.\nMore.")]
 
 
 def test_duckdb_finds_what_search_finds(place):
