@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -21,6 +21,22 @@ class InputError(ValueError):
     """
 
     exit_code = 2
+
+
+MOST_ERRORS = 100  # maximum number of errors in a message
+
+
+def joined_errors(errors: Sequence[InputError], source: object) -> InputError:
+    """Return the only error, or one error with the first MOST_ERRORS messages.
+
+    source: name of the data with the errors.
+    """
+    if len(errors) == 1:
+        return errors[0]
+    count = f"{source}: {len(errors)} errors"
+    if len(errors) > MOST_ERRORS:
+        count += f"; the first {MOST_ERRORS}:"
+    return InputError("\n  ".join([count, *map(str, errors[:MOST_ERRORS])]))
 
 
 def in_one_line(error: BaseException) -> str:

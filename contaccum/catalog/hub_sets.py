@@ -2,8 +2,8 @@
 
 The name of a data set is
 ``hub:owner/name[@revision][:configuration][:split][?query=COLUMN&pos=COLUMN&neg=COLUMN,COLUMN]``.
-The part after the question mark names the columns to read as query, pos, neg and query_id; a column
-name contains %26 for & and %2C for a comma. A local folder or file may replace ``owner/name``.
+The part after the question mark names the columns to read as one of FIELDS; a column name contains
+%26 for & and %2C for a comma. A local folder or file may replace ``owner/name``.
 
 The library ``datasets`` finds the files of a configuration. contaccum reads JSON files itself,
 because ``datasets`` converts texts such as 2020-01-01 to dates.
@@ -28,7 +28,7 @@ from huggingface_hub import hf_hub_download
 from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
 
 from contaccum.catalog import HUB_PREFIX
-from contaccum.errors import InputError, library_errors
+from contaccum.errors import MOST_ERRORS, InputError, joined_errors, library_errors
 from contaccum.formats.dpr import rows_of_cells
 from contaccum.formats.json_records import json_records
 from contaccum.formats.readers import (
@@ -54,7 +54,8 @@ from contaccum.runtime.files import read_json, write_json
 from contaccum.runtime.hub import hub_errors
 from contaccum.runtime.units import counted
 
-FIELDS = ("query", "pos", "neg", "query_id", "label")
+# pos_id and title: ids and titles of the passages of pos
+FIELDS = ("query", "pos", "neg", "query_id", "pos_id", "title", "label")
 PROBLEMS = "problems.json"  # sentences about columns that are not read, next to examples.jsonl
 Row = dict[str, Any]
 Rows = Iterable[tuple[SourceLocation, Row]]
@@ -177,6 +178,15 @@ class HubName:
         found = set(self.configurations())
         return set(retrieval_parts(found)[:2]) <= found
 
+    def unread_splits(self, split: str) -> list[str]:
+        """Return the splits of training examples that are not read if the name has no split.
+
+        split: split that is read.
+        """
+        if self.split or os.path.isfile(self.repository) or self.is_retrieval_set():
+            return []
+        return [other for other in self.files(self.configuration) if other != split]
+
     def available(self) -> AbstractContextManager[None]:
         """Return a context that converts errors of loading the data set to InputError."""
         if os.path.isdir(self.repository):
@@ -224,82 +234,101 @@ def fetch_hub(name: HubName, split: str) -> Path:
             )
         files = found[split]
 
-    def write(folder: Path) -> None:
-        number = 0  # of the current row
-        irrelevant = 0  # number of rows with a low label or score
-        unread: dict[str, None] = {}  # columns of the first rows that look like hard negatives
-        form = None
-        is_local = os.path.exists(name.repository)
-        with open(folder / "examples.jsonl", "wb") as file:
-            for number, (place, row) in enumerate(name.rows(files), 1):
-                # the rows of a Parquet file have no lines, and a file of the Hub is in a cache
-                has_line = is_local and place.line > 0
-                location = place if has_line else SourceLocation(Path(name.text), 0, number)
-                if "label" not in name.columns:
-                    irrelevant += any(is_low(row.get(column)) for column in LABEL_NAMES)
-                if name.columns:
-                    record: object = _mapped(name, row, location)
-                else:
-                    form = form or FORMATS[kind_of_record(row, location) or "jsonl"]
-                    record = _typed(location, row, form)
-                    if number <= FIRST_RECORDS:
-                        unread |= dict.fromkeys(unread_negatives(row, form))
-                file.write(record_line(record))
-        if not number:
-            raise InputError(f"{name.text}: has no rows; it needs at least one")
-        problems = []
-        if unread:
-            columns = ",".join(unread)
-            problems.append(
-                f"column {columns} not read; to use hard negatives, name all columns, as in "
-                f"hub:NAME?query=COLUMN&pos=COLUMN&neg={columns}"
-            )
-        if irrelevant:
-            problems.append(
-                f"{counted(irrelevant, 'row')} with a label or score below 0.5, which count as "
-                "positive pairs. If a low value means not relevant, add &label=COLUMN to the "
-                "name, which makes these passages hard negatives."
-            )
-        write_json(folder / PROBLEMS, problems)
-
     key = [READER_VERSION, name.repository, name.configuration, name.columns, _key(files)]
-    folder = cached_folder("hub", key, write)
+    folder = cached_folder("hub", key, partial(_write_examples, name, files))
     for problem in read_json(folder / PROBLEMS, list[str]):
         warnings.warn(f"{name.text}: {problem}", stacklevel=2)
     return folder / "examples.jsonl"
 
 
+def _write_examples(name: HubName, files: list[str], folder: Path) -> None:
+    """Write the rows of ``files`` to examples.jsonl, and sentences about them to PROBLEMS.
+
+    Raises InputError with the first errors if rows are invalid.
+    """
+    number = 0  # of the current row
+    irrelevant = 0  # number of rows with a low label or score
+    unread: dict[str, None] = {}  # columns of the first rows that look like hard negatives
+    form = None
+    errors: list[InputError] = []
+    is_local = os.path.exists(name.repository)
+    with open(folder / "examples.jsonl", "wb") as file:
+        for number, (place, row) in enumerate(name.rows(files), 1):
+            # the rows of a Parquet file have no lines, and a file of the Hub is in a cache
+            has_line = is_local and place.line > 0
+            location = place if has_line else SourceLocation(Path(name.text), 0, number)
+            if "label" not in name.columns:
+                irrelevant += any(is_low(row.get(column)) for column in LABEL_NAMES)
+            for column in chain.from_iterable(name.columns.values()):
+                if column not in row:
+                    available = ", ".join(map(repr, row))
+                    raise location.error(f"column {column!r} not found; available: {available}")
+            if not name.columns:
+                form = form or FORMATS[kind_of_record(row, location) or "jsonl"]
+            try:
+                if form is None:
+                    record: object = _mapped(name, row, location)
+                else:
+                    record = _typed(location, row, form)
+                    if number <= FIRST_RECORDS:
+                        unread |= dict.fromkeys(unread_negatives(row, form))
+            except InputError as error:
+                errors.append(error.with_traceback(None))
+                if len(errors) == MOST_ERRORS:
+                    break
+            else:
+                file.write(record_line(record))
+    if errors:
+        raise joined_errors(errors, name.text)
+    if not number:
+        raise InputError(f"{name.text}: has no rows; it needs at least one")
+    problems = []
+    if unread:
+        columns = ",".join(unread)
+        problems.append(
+            f"column {columns} not read; to use hard negatives, name all columns, as in "
+            f"hub:NAME?query=COLUMN&pos=COLUMN&neg={columns}"
+        )
+    if irrelevant:
+        problems.append(
+            f"{counted(irrelevant, 'row')} with a label or score below 0.5, which count as "
+            "positive pairs. If a low value means not relevant, add &label=COLUMN to the "
+            "name, which makes these passages hard negatives."
+        )
+    write_json(folder / PROBLEMS, problems)
+
+
 def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row:
-    """Return a row as a record with our field names.
+    """Return a row as a record of Tevatron's form.
 
     A column has a text or a list of texts; empty texts are removed. If the label is below 0.5, the
     passages of ``pos`` are negatives; the reader joins the rows of a query.
     """
-    for column in chain.from_iterable(name.columns.values()):
-        if column not in row:
-            available = ", ".join(map(repr, row))
-            raise location.error(f"column {column!r} not found; available: {available}")
-    record: Row = {"neg": []}
-    for key, columns in name.columns.items():
-        if key == "label":
-            continue
-        texts: list[str] = []
-        for column in columns:
-            value = row[column]
-            for text in value if isinstance(value, list) else [value]:
-                if type(text) not in (str, int, type(None)):  # bool is no int here
-                    raise location.error(
-                        f"column {column!r} has a {type(text).__name__}; expected a text or a list "
-                        "of texts"
-                    )
-                if text not in (None, ""):
-                    texts.append(str(text))
-        if key in ("pos", "neg"):
-            record[key] = texts
-        elif len(texts) == 1:
+    values = {
+        key: [text for column in columns for text in _texts(column, row[column], location)]
+        for key, columns in name.columns.items()
+        if key != "label"
+    }
+    record: Row = {}
+    for key in ("query", "query_id"):
+        texts = list(filter(None, values.get(key, [])))
+        if len(texts) == 1:
             record[key] = texts[0]
         elif texts or key == "query":
             raise location.error(f"found {len(texts)} values for {key}; expected exactly one")
+    positives = [{"text": text} for text in values["pos"]]
+    for key, name_in_record in (("pos_id", "docid"), ("title", "title")):
+        if key not in values or not positives:
+            continue
+        if len(values[key]) != len(positives):
+            raise location.error(
+                f"found {counted(len(values[key]), 'value')} for {key} but "
+                f"{counted(len(positives), 'text')} for pos; each text needs one"
+            )
+        for passage, value in zip(positives, values[key], strict=True):
+            passage[name_in_record] = value
+    positives = [passage for passage in positives if passage["text"]]
+    negatives = [{"text": text} for text in values.get("neg", []) if text]
     if labels := name.columns.get("label"):
         label = row[labels[0]]
         try:
@@ -310,9 +339,19 @@ def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row:
                 "passage is a positive, else a hard negative"
             ) from None
         if not is_positive:
-            record["neg"] = [*record["pos"], *record["neg"]]
-            record["pos"] = []
-    return record
+            positives, negatives = [], [*positives, *negatives]
+    return {**record, "positive_passages": positives, "negative_passages": negatives}
+
+
+def _texts(column: str, value: object, location: SourceLocation) -> list[str]:
+    """Return the text or texts of a cell. A missing text is empty."""
+    texts = value if isinstance(value, list) else [value]
+    for text in texts:
+        if type(text) not in (str, int, type(None)):  # bool is no int here
+            raise location.error(
+                f"column {column!r} has a {type(text).__name__}; expected a text or a list of texts"
+            )
+    return ["" if text is None else str(text) for text in texts]
 
 
 def retrieval_parts(found: Collection[str], prefix: str = "") -> tuple[str, str, str]:
@@ -411,7 +450,12 @@ def file_rows(path: Path) -> Rows:
     if ending in (".jsonl", ".json"):
         yield from json_records(path, Row, "a row (an object)")
     elif ending in (".csv", ".tsv"):
-        rows = rows_of_cells(path, "," if ending == ".csv" else "\t")
+        separator = "," if ending == ".csv" else "\t"
+        _, header = next(rows_of_cells(path, separator), (None, []))
+        # spreadsheets in countries with a decimal comma
+        if ending == ".csv" and len(header) == 1 and ";" in header[0]:
+            separator = ";"
+        rows = rows_of_cells(path, separator)
         _, header = next(rows, (None, []))
         if not header:
             raise InputError(f"{path}: is empty; the first line must have the names of the columns")

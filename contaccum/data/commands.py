@@ -12,6 +12,7 @@ dropped. Teacher scores are written only to JSONL and Tevatron: BEIR has no fiel
 scores, and in DPR the field ``score`` is a search score.
 """
 
+import os
 import random
 import warnings
 from collections import Counter
@@ -26,6 +27,7 @@ import yaml
 from datasets import Dataset
 from tqdm import tqdm
 
+from contaccum.catalog import HUB_PREFIX
 from contaccum.config import DataPolicy
 from contaccum.data.corpus import (
     beir_records,
@@ -49,7 +51,7 @@ from contaccum.data.retrieval_set import (
     warn_of_own_ids,
 )
 from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
-from contaccum.errors import InputError
+from contaccum.errors import InputError, joined_errors
 from contaccum.formats.dpr import read_questions
 from contaccum.formats.readers import has_answers
 from contaccum.formats.records import (
@@ -64,7 +66,6 @@ from contaccum.runtime.files import sweep, whole_folder
 from contaccum.runtime.units import counted
 
 Stats = dict[str, Any]
-MOST_ERRORS = 100  # maximum number of errors in a message
 IN_TRAIN = "queries answered by a passage that is also a positive in train"
 
 
@@ -78,6 +79,7 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
     lengths are counted in words.
     """
     data = open_dataset(path, split or "train", policy)
+    _warn_of_unread_splits(data)
     try:
         return {"path": str(data.name), "kind": data.kind, **_statistics(data, split)}
     except InputError as error:
@@ -88,11 +90,23 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
         raise first
     # the name that the user gave, instead of the path in the cache
     name = str(data.name)
-    sentences = [with_name(str(error), data.path, name) for error in errors[:MOST_ERRORS]]
-    count = f"{data.name}: {len(errors)} errors"
-    if len(errors) > MOST_ERRORS:
-        count += f"; the first {MOST_ERRORS}:"
-    raise InputError("\n  ".join([count, *sentences])) from first
+    named = [InputError(with_name(str(error), data.path, name)) for error in errors]
+    raise joined_errors(named, name) from first
+
+
+def _warn_of_unread_splits(data: RetrievalDataset) -> None:
+    """Warn about splits of a table that the default split leaves out, such as test.csv."""
+    is_table = data.name.startswith(HUB_PREFIX) and not os.path.exists(data.name)
+    if not is_table or data.split != "train":
+        return
+    from contaccum.catalog.hub_sets import HubName
+
+    if unread := HubName.of(data.name).unread_splits(data.split):
+        warnings.warn(
+            f"{data.name}: only the split {data.split} is read, not {', '.join(unread)}; to read "
+            f"another, name it, as in hub:NAME::{unread[0]}",
+            stacklevel=3,
+        )
 
 
 def _statistics(data: RetrievalDataset, split: str | None) -> Stats:
@@ -289,6 +303,7 @@ def convert(
     if target.exists() and not (to == "beir" and target.is_dir() and not any(target.iterdir())):
         raise InputError(f"{target}: already exists; choose a new path")
     data = open_dataset(source, split, policy)
+    _warn_of_unread_splits(data)
     others = []  # splits to copy
     if to == "beir" and data.kind == "beir":
         others = [name for name in splits_of(data.path) if name != split]

@@ -31,8 +31,13 @@ def name(tmp_path, monkeypatch):
 def test_every_door_opens_a_set_by_name(name, tmp_path):
     assert open_train_set(name, hard_negatives=1).passages["text"][:] == ["x", "y"]
     assert open_retrieval_set(name, "test").queries == {"unnamed-query-1": "b"}
-    assert check(name)["rows"] == 1
-    assert check(name)["path"] == name
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"only the split train is read, not test; .*::test"):
+            found = check(name)
+        assert (found["rows"], found["path"]) == (1, name)
+    assert check(name, "test")["rows"] == 1  # the user chose it
+    with pytest.warns(UserWarning, match="only the split train is read, not test"):
+        convert(name, tmp_path / "beir", "beir")
     convert(name, tmp_path / "out", "dpr", split="test")
     assert open_train_set(tmp_path / "out").queries["text"][:] == ["b"]
 
@@ -163,8 +168,8 @@ def test_columns_of_other_names_are_mapped(triplets):
         ),
         ("?query=anchor&pos=positive&query=list", "found 'query=list'; expected FIELD=COLUMN"),
         ("?query=anchor&pos=positive&label=a,b", "found 'label=a,b'; expected FIELD=COLUMN"),
-        ("?query=anchor&pos=real",
-         "row 1: column 'real' has a float; expected a text or a list of texts"),
+        ("?query=anchor&pos=list&title=positive",
+         "found 1 value for title but 2 texts for pos; each text needs one"),
         ("::dev?query=anchor&pos=positive", "split 'dev' not found; available: train"),
     ],
 )  # fmt: skip
@@ -173,6 +178,27 @@ def test_a_mapping_that_cannot_be_is_refused_in_one_sentence(mapping, sentence, 
         open_train_set(triplets + mapping)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_all_invalid_rows_of_a_table_are_listed(triplets):
+    with pytest.raises(InputError) as caught:
+        check(f"{triplets}?query=anchor&pos=real")
+    count, *found = str(caught.value).split("\n  ")
+    assert count.endswith("pos=real: 3 errors")
+    assert [line.partition(", row ")[2] for line in found] == [
+        f"{row}: column 'real' has a float; expected a text or a list of texts" for row in (1, 2, 3)
+    ]
+
+
+def test_ids_and_titles_of_a_table_are_kept(tmp_path):
+    cells = ["what barks?;d7;Dogs;A dog barks.", "what purrs?;c3;;A cat purrs.", "what swims?;;;"]
+    write(tmp_path / "faq.csv", "\n".join(["q;key;name;body", *cells]) + "\n")
+    table = f"hub:{tmp_path / 'faq.csv'}?query=q&pos=body&pos_id=key&title=name"
+    with pytest.warns(UserWarning, match="skipped 1 query without a positive"):
+        found = open_train_set(table).passages[:]
+    assert found == {
+        "id": ["d7", "c3"], "title": ["Dogs", ""], "text": ["A dog barks.", "A cat purrs."]
+    }  # fmt: skip
 
 
 def test_columns_that_no_reader_asks_for_may_hold_anything(name, tmp_path):
