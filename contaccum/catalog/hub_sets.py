@@ -497,7 +497,7 @@ class JudgementRow(msgspec.Struct):
 
 def _judgement(location: SourceLocation, row: Row) -> tuple[str, str, int]:
     judgement = _typed(location, row, JudgementRow)
-    grade = grade_of(re.sub(r"\.0+$", "", str(judgement.score)), location)
+    grade = grade_of(str(judgement.score), location)
     return str(judgement.query), str(judgement.passage), grade
 
 

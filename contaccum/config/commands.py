@@ -279,8 +279,8 @@ class MergeConfig:
     start: str | None = setting(None, metavar="MODEL")
     """Encoder that training started from. The result has the average of its weights and those of
     the trained model."""
-    share: Share = 0.75
-    """Share of the trained model in the average with --start."""
+    share: Share | None = None
+    """Share of the trained model in the average with --start. Default: 0.75."""
     trust_remote_code: bool = setting(False, flag=True)
     """Run model code that comes with the encoder. Use this only for sources that you trust."""
 

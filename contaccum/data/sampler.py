@@ -79,6 +79,12 @@ class StepSampler:
         self._in_file_order = order == "file"
         # an epoch and its order, in one tuple because threads may share a sampler
         self._epoch_order = (-1, np.empty(0, dtype=np.int64))
+        if hard_negatives and fill == "none" and not self._negatives.lengths.any():
+            warnings.warn(
+                f"no query has a hard negative, so data.hard_negatives {hard_negatives} has no "
+                "effect",
+                stacklevel=2,
+            )
         short = int(np.count_nonzero(self._negatives.lengths < hard_negatives))
         if short and fill == "random":
             most = int(self._positives.lengths.argmax())

@@ -288,7 +288,7 @@ def model_folder(name: str | Path) -> str:
     a valid Hub name.
     """
     refuse_url(name)
-    text = os.fspath(name)
+    text = os.path.expanduser(name)
     if os.path.isfile(os.path.join(text, "model", SETTINGS_FILE)):
         return os.path.join(text, "model")
     files = os.listdir(text) if os.path.isdir(text) else ()

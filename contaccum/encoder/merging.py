@@ -7,6 +7,8 @@ import torch
 from contaccum.encoder.dual import DualEncoder
 from contaccum.errors import InputError
 
+USUAL_SHARE = 0.75  # of the trained model in the average with its start
+
 
 @torch.no_grad()
 def merge(
@@ -14,20 +16,24 @@ def merge(
     output: str,
     trust_remote_code: bool = False,
     start: str | None = None,
-    share: float = 0.75,
+    share: float | None = None,
 ) -> str:
     """Merge the LoRA adapters of a model, or a model and its start, and save it in a new folder.
 
     model: folder or Hub name. A 4-bit base is converted to float32 first. Without ``start``, the
     saved model computes the same vectors, except for rounding errors. start: encoder that training
     started from. Each weight becomes share * that of ``model`` + (1 - share) * that of ``start``,
-    so that the model keeps more of what ``start`` can do on other data. Returns ``output``.
+    so that the model keeps more of what ``start`` can do on other data. share: default USUAL_SHARE.
+    Returns ``output``.
 
     Sources: Wortsman et al. 2022 (arXiv 2109.01903), eq. 1; for embedding models, Xiao et al. 2023
     (arXiv 2311.13534). Raises InputError if the two encoders have different layers.
     """
     if Path(output).exists():
         raise InputError(f"{output}: exists already; choose a new folder")
+    if share is not None and start is None:
+        raise InputError(f"--share {share:g} has no effect without --start; leave it out")
+    share = USUAL_SHARE if share is None else share
     encoder = DualEncoder.load(model, trust_remote_code=trust_remote_code, merge=start is None)
     if start is not None:
         if encoder.adapted:

@@ -43,7 +43,7 @@ _MSMARCO_NAMES = {"corpus.jsonl": "collection.tsv", "queries.jsonl": "queries.ts
 _RECORDS = ", or ".join([*(form.description for form in FORMATS.values()), _PASSAGE])
 _TABLE_HINT = 'To read other columns or fields, give "hub:NAME?query=COLUMN&pos=COLUMN"'
 MAX_GRADE = 99_999  # trec_eval needs memory for every grade up to the largest
-_GRADE = re.compile(r" *[+-]?[0-9]{1,5} *")
+_GRADE = re.compile(r" *([+-]?[0-9]{1,5})(\.0+)? *")  # a table may have 1.0
 
 
 def beir_file(folder: Path, name: str) -> Path:
@@ -153,11 +153,12 @@ def read_qrels(
 
 
 def grade_of(text: str, location: SourceLocation) -> int:
-    if not _GRADE.fullmatch(text):
+    grade = _GRADE.fullmatch(text)
+    if grade is None:
         raise location.error(
             f"the grade is {text[:40]!r}; it must be an integer from -{MAX_GRADE} to {MAX_GRADE}"
         )
-    return int(text)
+    return int(grade[1])
 
 
 def numbered_examples(

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import sys
 import time
 import warnings
@@ -65,6 +66,7 @@ def train(
                 "data.train or data.mixture is set, but pairs are given too; use only one of them"
             )
         config = replace(config, data=replace(config.data, train=str(pairs_file(pairs))))
+    config = replace(config, output_dir=os.path.expanduser(config.output_dir))
     config = automatic.choose_precision(automatic.with_recorded_choices(config))
     run = config.run
     validate(config, process_place()[1])

@@ -103,7 +103,7 @@ def test_beir_to_beir_keeps_the_other_splits(tmp_path):
 
 def test_a_copy_of_a_beir_folder_has_its_grades(tmp_path):
     """Also of a negative with the text of a positive, which training leaves out."""
-    graded = "q0\tp0\t3\nq0\tp1\t1\nq0\tp2\t0\nq0\tp3\t-1\nq1\tp1\t2\nq1\tp5\t0\n"
+    graded = "q0\tp0\t3.0\nq0\tp1\t1\nq0\tp2\t0\nq0\tp3\t-1\nq1\tp1\t2\nq1\tp5\t0\n"
     source = beir(tmp_path / "s", graded)
     with (source / "corpus.jsonl").open("a") as corpus:
         corpus.write(lines({"_id": "copy", "title": "title 0", "text": "text 0"}))

@@ -66,5 +66,7 @@ def test_a_model_with_an_adapter_is_refused(tmp_path):
     family_folder("bert", tmp_path / "start")
     adapters = Adapters(AdapterConfig(rank=2))
     DualEncoder.load(tmp_path / "start", adapters=adapters).save(tmp_path / "trained")
+    with pytest.raises(InputError, match=r"--share 0\.5 has no effect without --start"):
+        merge(str(tmp_path / "trained"), str(tmp_path / "merged"), share=0.5)
     with pytest.raises(InputError, match="trained: has an adapter; merge it first"):
         merge(str(tmp_path / "trained"), str(tmp_path / "merged"), start=str(tmp_path / "start"))

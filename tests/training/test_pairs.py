@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset
 from helpers import train_config, weights
 
-from contaccum import train
+from contaccum import DualEncoder, train
 from contaccum.data.dataset import open_dataset
 from contaccum.data.pairs import pairs_file
 from contaccum.errors import InputError
@@ -77,6 +77,15 @@ def test_a_run_says_that_hard_negatives_are_not_used(tmp_path, capsys):
     ):
         train(train_config("", tmp_path / name, **changes), pairs)
         assert (line in capsys.readouterr().err) == (name == "unused")
+
+
+def test_hard_negatives_that_no_query_has_are_named(tmp_path, monkeypatch):
+    """Also: the shell does not expand the ~ of a config in a program."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    none = {"optim.max_steps": 1, "data.hard_negatives": 2, "data.fill_negatives": "none"}
+    with pytest.warns(UserWarning, match=r"no query has a hard negative, so data\.hard"):
+        train(train_config("", "~/run", **none), [pair[:2] for pair in TUPLES])
+    assert DualEncoder.load("~/run").settings == DualEncoder.load(tmp_path / "run").settings
 
 
 FRAME = {"query": ["a", "b", "c"], "pos": ["p", "q", "r"], "neg": ["n", "m", "o"]}
