@@ -62,7 +62,11 @@ def chosen(runs: list[dict[str, Any]], data: str) -> dict[str, tuple[Choice, lis
             by_row[run["row"]][choice_of(run)].append(run)
     best = {}
     for row, choices in by_row.items():
-        whole = {choice: found for choice, found in choices.items() if len(found) >= 3}
+        tested = {
+            choice: [run for run in found if f"{data}/test" in run["scores"]]
+            for choice, found in choices.items()
+        }
+        whole = {choice: found for choice, found in tested.items() if len(found) >= 3}
         if not whole:
             continue
 
