@@ -388,6 +388,8 @@ class Trainee:
         self.encoder = DualEncoder.load(folder, tie_towers=True, similarity="cosine", **limits).to(
             self.engine.device
         )
+        if replay_share < 1:
+            dropout = 0.0  # as in training
         if dropout is not None:
             self.encoder.set_dropout(dropout)
         if unpad:

@@ -17,7 +17,7 @@ allocations.
 
 With --defaults, one more row for each library has the micro-batches of its defaults: ours without
 padding and by tokens (by pairs for cont_accum), 32 pairs in sentence-transformers' cached loss.
-presets/replay is timed without dropout, which this preset turns off; all others have the encoder's.
+Partial replay trains without dropout; all others have the encoder's.
 
 With --token_budget, both libraries also get micro-batches of at most as many tokens as B pairs of
 full length have. Ours are packed and count real tokens; a peer that pads counts padded ones. One
@@ -214,13 +214,12 @@ def by_default(args: Any, folder: str, dropout: float | None, rate: float) -> di
     config.batch.global_batch_size = args.pairs
     micro = config.micro_batch_size(1)
     replay = TrainConfig.from_config("presets/replay")
-    for name, method, share, own_dropout in (
-        ("grad_cache", "grad_cache", 1.0, dropout),
-        ("cont_accum", "cont_accum", 1.0, dropout),
-        ("cont_cache, partial replay", "cont_cache", 0.5, dropout),
-        ("presets/replay", replay.method, replay.replay.share, replay.model.dropout),
+    for name, method, share in (
+        ("grad_cache", "grad_cache", 1.0),
+        ("cont_accum", "cont_accum", 1.0),
+        ("presets/replay", replay.method, replay.replay.share),
     ):
-        given = (args.device, args.precision, args.pairs, micro, own_dropout, rate, True)
+        given = (args.device, args.precision, args.pairs, micro, dropout, rate, True)
         trainee = Trainee(folder, *given, **texts_of_training(args), replay_share=share)
         if method != "cont_accum":
             tokens = CPU_TOKENS if trainee.engine.device.type == "cpu" else GPU_TOKENS

@@ -71,7 +71,7 @@ def test_peers_with_the_defaults_of_both_libraries(tiny_folder, forked_programs,
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads((tmp_path / "peers.json").read_text())["rows"]
     by_default = [row for row in rows if row["name"].endswith(", by default")]
-    assert len(by_default) == 5
+    assert len(by_default) == 4
     # with other micro-batches too, these two compare N pairs with N
     losses = [row["loss"] for row in rows if row["loss"] is not None]
     assert sum(row["loss"] is not None for row in by_default) == 2

@@ -156,7 +156,11 @@ class TrainConfig:
         """Yield a sentence for each combination of settings that ``world`` processes cannot use."""
         if not self.output_dir:
             yield "output_dir is not set, expected a path"
-        for group in (self.model, self.lora, self.data, self.batch, self.bank, self.loss, self.run):
+        groups = (
+            self.model, self.lora, self.data, self.batch, self.bank, self.replay, self.loss,
+            self.run,
+        )  # fmt: skip
+        for group in groups:
             yield from group.conflicts(self, world)
 
     def unused(self) -> Iterator[str]:

@@ -202,8 +202,22 @@ class ReplayConfig:
     share: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of the texts that the second pass encodes again (p). Texts with large gradients are
     preferred. The sampled gradients are weighted, and then shifted by one vector so that they have
-    the same sum as the gradients of all texts. Below 1, a pair costs 1 + 3p forward passes, and the
-    first pass has no dropout. With p = 1, the gradient is exact."""
+    the same sum as the gradients of all texts. Below 1, a pair costs 1 + 3p forward passes, and
+    training has no dropout. With p = 1, the gradient is exact."""
+
+    def conflicts(self, config: "TrainConfig", world: int) -> Iterator[str]:
+        if config.replay_share == 1:
+            return
+        for name, dropout in (
+            ("model.dropout", config.model.dropout),
+            ("model.attention_dropout", config.model.attention_dropout),
+            ("lora.dropout", config.lora.dropout),
+        ):
+            if dropout:
+                yield (
+                    f"{name} is {dropout}, but partial replay (replay.share {self.share}) trains "
+                    f"without dropout, because the second pass would draw new noise; set {name} 0"
+                )
 
 
 @dataclass

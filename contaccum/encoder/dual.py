@@ -380,7 +380,7 @@ class DualEncoder(nn.Module):
                     return True
         return False
 
-    def no_grad_group_size(self, dropout: bool = True) -> int:
+    def no_grad_group_size(self) -> int:
         """Return how many micro-batches can be encoded at once without gradients.
 
         These micro-batches together need at most the memory of a training pass over one
@@ -389,9 +389,8 @@ class DualEncoder(nn.Module):
 
         The result is 1 with dropout, because each micro-batch has its own dropout noise, and with
         gradient checkpointing, because a training pass then stores little more than one layer.
-        dropout: whether passes without gradients use dropout.
         """
-        if (dropout and self.has_dropout()) or self.recomputes:
+        if self.has_dropout() or self.recomputes:
             return 1
         return max(1, min(tower.backbone.config.num_hidden_layers for tower in self.towers))
 

@@ -4,11 +4,11 @@ A text with a large gradient is more likely to be in the sample. Text i has the 
 and is kept with probability pi_i = min(1, c |g_i|). The number c is chosen so that the sum of all
 pi_i is share * n, where share is ``replay.share`` and n is the number of texts. The gradient of a
 kept text is multiplied by 1 / pi_i. With these weights alone, the expected gradient is the gradient
-of GradCache, and the sampling adds a variance: the sum of |g_i|^2 (1 / pi_i - 1). These
-probabilities have the smallest added variance. ``missing_gradient`` lowers it further, for a small
-bias. All this holds without dropout. With dropout, the first pass has none and the second has, so
-the cached gradients belong to other embeddings than those of the second pass. Sources: Horvitz and
-Thompson 1952 (weights 1 / pi); Madow 1949 (systematic sampling).
+of GradCache. With independent draws, the sampling would add a variance of the sum of
+|g_i|^2 (1 / pi_i - 1), and these probabilities would make it smallest. The systematic sample
+changes it, and ``missing_gradient`` lowers it, for a small bias. Training has no dropout, because
+the second pass would draw new noise. Sources: Horvitz and Thompson 1952 (weights 1 / pi); Madow
+1949 (systematic sampling).
 """
 
 import torch
@@ -56,7 +56,7 @@ def sample_texts(gradients: Tensor, share: float, offset: float) -> tuple[Tensor
 
     gradients: (n, d). offset: random number in [0, 1). Returns (weights, noise, signal). weights:
     (n,) on the CPU, 1 / p for a text that was kept with probability p, 0 for the other texts.
-    noise: variance that the sampling adds (see the module docstring). signal: sum of |g_i|^2.
+    noise: variance that independent draws would add (see above). signal: sum of |g_i|^2.
     """
     norms = gradients.float().norm(dim=1).cpu().double()  # (n,); this copy waits for the device
     probabilities = keep_probabilities(norms, share * len(norms))

@@ -123,7 +123,7 @@ class Engine(Processes):
         self.padded = not encoder.query_tower.unpad
         self.no_grad_group_size = 1
         if self.device.type != "cpu":
-            self.no_grad_group_size = encoder.no_grad_group_size(dropout=self.replay_share == 1)
+            self.no_grad_group_size = encoder.no_grad_group_size()
 
     def copies_weights(self, encoder: "DualEncoder") -> bool:
         """Return whether passes use copies of the weights in half precision."""
@@ -235,21 +235,11 @@ class Engine(Processes):
         tower = (self.encoder.query_tower, self.encoder.passage_tower)[each.side]
         count = len(each.text_numbers)
         texts = each.texts if count else ONE_TOKEN
-        with self.autocast(), self._first_pass_dropout():
+        with self.autocast():
             vectors = self.encoder.embed(tower, texts.to(self.device))[:count]
         if self.sharded and torch.is_grad_enabled():
             (vectors,) = self._separate.cut(vectors)
         return vectors
-
-    def _first_pass_dropout(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a pass of a two-pass method.
-
-        With partial replay, it turns off dropout in the first pass, because the second pass cannot
-        repeat its noise.
-        """
-        if self.replay_share < 1 and not torch.is_grad_enabled():
-            return self.encoder.without_dropout()
-        return contextlib.nullcontext()
 
     def uniform(self, index: int) -> float:
         """Return a random number in [0, 1) that depends only on seed, step and ``index``."""
@@ -281,7 +271,7 @@ class Engine(Processes):
         with torch.random.fork_rng(devices), torch.no_grad(), self._weights_of_pass():
             if not two_pass or self.replay_share < 1:
                 self._seed(step, number)
-                with self.autocast(), self._first_pass_dropout():
+                with self.autocast():
                     return self.encoder(batch.to(self.device))
             # the noise belongs to passes, which have texts of several micro-batches
             b, per_query = len(batch.query_ids), batch.ids.columns.shape[1]

@@ -162,14 +162,6 @@ class Training:
         if sharded:
             engine.shard(self.encoder, config.run.cpu_offload)
         parts.apply_switches(self.encoder, config)
-        if config.replay_share < 1 and self.encoder.has_dropout():
-            lora = " and lora.dropout 0" if config.lora.rank else ""
-            warnings.warn(
-                "partial replay encodes without dropout in the first pass and with it in the "
-                "second, so it estimates the gradient of another loss than the one that is logged; "
-                f"set model.dropout 0{lora}",
-                stacklevel=2,
-            )
         config = automatic.choose(config, engine, self.encoder)
         self.config = config
         optimizer = parts.make_optimizer(self.encoder, config.optim)
@@ -302,7 +294,8 @@ class Training:
                     try:
                         self.evaluate()
                     except Exception:
-                        self.save()  # a resumed run first evaluates this step again
+                        if engine.world == 1:  # other processes wait for this one
+                            self.save()  # a resumed run first evaluates this step again
                         raise
 
                 # save, and stop after a signal to any process
@@ -373,8 +366,8 @@ class Training:
         config, engine, bank = self.config, self.engine, self.bank
         step = self.done + 1
         bank_fill = bank.fill  # before this step's pairs
-        ages = bank.ages().double()
-        mean_and_max_age = torch.stack([ages.mean(), ages.max()]) if len(ages) else None
+        ages = bank.ages()
+        sum_and_max_age = torch.stack([ages.sum(), ages.max()]) if len(ages) else None
 
         losses = self.compute_gradients(micro_batches)
         if losses is None:
@@ -385,8 +378,9 @@ class Training:
         engine.reduce_gradients()
         query_norm, passage_norm = engine.gradient_norms()
         age_mean, age_max = None, None
-        if mean_and_max_age is not None:  # read before the update: it waits for the device
-            age_mean, age_max = mean_and_max_age.tolist()
+        if sum_and_max_age is not None:  # read before the update: it waits for the device
+            age_sum, age_max = sum_and_max_age.tolist()
+            age_mean = age_sum / len(ages)
         tied = self.encoder.settings.tie_towers  # then both norms are of the same parameters
         norm = query_norm if tied else math.hypot(query_norm, passage_norm)
         finite = math.isfinite(norm)
@@ -417,7 +411,7 @@ class Training:
             **norms,
             "bank_fill": bank_fill,
             "bank_age_mean": age_mean,
-            "bank_age_max": None if age_max is None else int(age_max),
+            "bank_age_max": age_max,
             "micro_batches": len(micro_batches),
             "peak_memory": engine.peak_memory(),
         }

@@ -38,7 +38,6 @@ from contaccum.runtime.processes import torch_dtype
 from contaccum.runtime.progress import announced
 from contaccum.training.automatic import choose_unpad, longest_pair
 
-_TOWER_SETTINGS = ("passage_name", "tie_towers")
 # maximum number of tokens of a text in training, unless the config sets another; some encoders
 # accept 8,192 or more, for which the memory of most GPUs is too small
 USUAL_LENGTH = 512
@@ -51,8 +50,7 @@ def build_encoder(
     model = config.model
     if model.name != "tiny":
         adapters = Adapters(config.lora, model.quantize) if config.lora.rank else None
-        towers = {name: getattr(model, name) for name in _TOWER_SETTINGS}
-        encoder = load_encoder(config, model.name, device, adapters=adapters, **towers)
+        encoder = load_encoder(config, model.name, device, adapters=adapters, **_towers(config))
         settings = _with_usual_lengths(config, encoder.settings)
         encoder.settings = _with_mixture_prefixes(config, settings)
         return encoder
@@ -73,6 +71,10 @@ def build_encoder(
     )
     passage = query if tied else copy.deepcopy(query)
     return DualEncoder(query, passage, settings).to(device)
+
+
+def _towers(config: TrainConfig) -> dict[str, Any]:
+    return {"passage_name": config.model.passage_name, "tie_towers": config.model.tie_towers}
 
 
 def _with_usual_lengths(config: TrainConfig, settings: EncoderSettings) -> EncoderSettings:
@@ -145,6 +147,8 @@ def load_encoder(
 def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
     """Apply dropout, attention, padding, quantization and checkpointing settings."""
     encoder.set_dropout(config.model.dropout, config.model.attention_dropout)
+    if config.replay_share < 1:  # new noise in the second pass would be that of another loss
+        encoder.set_dropout(0.0)
     encoder.set_attention(config.model.attention, choose_unpad(config, encoder))
     if config.model.quantize == "4bit":
         encoder.set_compute_dtype(torch_dtype(config.run.precision))
@@ -182,15 +186,6 @@ def build_batches(
     return Batches(train_set, sampler, query_tokens, passage_tokens, form, settings.query_prefix)
 
 
-def _untrained_encoder(config: TrainConfig, engine: Engine) -> DualEncoder:
-    model = config.model
-    settings = {
-        each: getattr(model, each)
-        for each in (*ENCODER_SETTINGS, *_TOWER_SETTINGS, "trust_remote_code")
-    }
-    return DualEncoder.load(model.name, device=engine.device, **settings)
-
-
 def check_guide(config: TrainConfig) -> None:
     """Raise InputError if ``loss.guide`` is neither an encoder folder nor a possible Hub name.
 
@@ -214,7 +209,7 @@ def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet) -> Pai
     rules = _rules_without_data(config)
     if loss.guide is not None:
         if loss.guide == config.model.name:
-            encoder = _untrained_encoder(config, engine)
+            encoder = load_encoder(config, config.model.name, engine.device, **_towers(config))
         else:
             trust = config.model.trust_remote_code
             encoder = DualEncoder.load(loss.guide, device=engine.device, trust_remote_code=trust)

@@ -19,6 +19,7 @@ from helpers import (
 from tiny_families import family_folder
 
 from contaccum.batch import Tokens, token_batches
+from contaccum.errors import InputError
 from contaccum.methods import METHODS, replay
 from contaccum.methods.loss import InfoNCE
 from contaccum.methods.replay import (
@@ -285,20 +286,6 @@ def test_second_pass_encodes_the_share_within_one_micro_batch_of_tokens(monkeypa
     assert 0 < value.statistics["replay_variance"] < 1
 
 
-def test_first_pass_of_partial_replay_has_no_dropout():
-    """The bank has the embeddings of evaluation mode, and training mode is restored."""
-    batches = micro_batches(3, 4)
-    engine, loss = prepared(0.5, dropout=0.5), InfoNCE(0.1)
-    bank = make_bank(12, engine.encoder.dim, loss, push=12)
-    METHODS["cont_cache"](engine, batches, bank, loss)
-    assert engine.encoder.training
-    assert engine.encoder.query_tower.backbone.training
-    engine.encoder.eval()
-    with torch.no_grad():
-        expected = torch.cat([engine.encoder(batch)[0] for batch in batches])
-    torch.testing.assert_close(bank.queries, expected)
-
-
 def test_balanced_sample_keeps_the_sum_of_all_gradients():
     cached = torch.randn(20, 4, generator=torch.Generator().manual_seed(5))
     weights = sample_texts(cached, 0.4, 0.3)[0]
@@ -329,11 +316,10 @@ def test_balancing_lowers_the_error_of_the_gradient(monkeypatch):
 # training
 
 
-@pytest.mark.filterwarnings("ignore:partial replay encodes without dropout")
 @pytest.mark.parametrize("method", TWO_PASS)
 def test_resumed_partial_replay_equals_uninterrupted_run_to_the_byte(method, tmp_path):
     data = write_beir(tmp_path / "data")
-    changes = {"replay.share": 0.5, "model.dropout": 0.2, "run.save_steps": 2}
+    changes = {"replay.share": 0.5, "run.save_steps": 2}
     train(train_config(data, tmp_path / "whole", method, **changes))
     train(train_config(data, tmp_path / "part", method, **changes))
     shutil.rmtree(tmp_path / "part" / "model")
@@ -350,23 +336,28 @@ def test_resumed_partial_replay_equals_uninterrupted_run_to_the_byte(method, tmp
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "advice"),
-    [
-        ({"model.dropout": None}, "set model.dropout 0$"),
-        ({"lora.rank": 2, "lora.dropout": 0.1}, "set model.dropout 0 and lora.dropout 0$"),
-    ],
-)
-def test_partial_replay_with_dropout_warns(changes, advice, tmp_path):
+def test_partial_replay_trains_without_dropout(tmp_path):
     data = write_beir(tmp_path / "data")
-    changes = {
-        "model.name": str(family_folder("bert", tmp_path / "bert")),
-        "model.dropout": 0.0,
-        **changes,
-    }
-    changes |= {"replay.share": 0.5, "optim.max_steps": 1}
-    with pytest.warns(UserWarning, match=advice):
-        train(train_config(data, tmp_path / "run", "grad_cache", **changes))
+    bert = str(family_folder("bert", tmp_path / "bert"))  # config.json has a dropout of 0.1
+    found = []
+
+    def record(training) -> None:
+        found.append(training.encoder.has_dropout())
+
+    for share in (1.0, 0.5):
+        changes = {"model.name": bert, "optim.max_steps": 1, "replay.share": share}
+        config = train_config(data, tmp_path / f"{share}", "grad_cache", **changes)
+        train(config, after_step=record)
+    assert found == [True, False]
+
+
+@pytest.mark.parametrize("name", ["model.dropout", "model.attention_dropout", "lora.dropout"])
+def test_partial_replay_with_dropout_is_refused(name, tmp_path):
+    changes = {"replay.share": 0.5, name: 0.1}
+    config = train_config(write_beir(tmp_path / "data"), tmp_path / "run", "grad_cache", **changes)
+    with pytest.raises(InputError, match=f"{name} is 0.1, but partial replay .*; set {name} 0"):
+        train(config)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])

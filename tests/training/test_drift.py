@@ -18,19 +18,18 @@ from contaccum.training.out_of_memory import MicroBatchSize
 DROPOUT = {"model.dropout": 0.3, "run.drift_steps": 1}
 
 
-@pytest.mark.filterwarnings("ignore:partial replay encodes without dropout")
 @pytest.mark.parametrize(
     ("method", "share"),
     [("passage_bank", 1.0), ("cont_accum", 1.0), ("cont_cache", 1.0), ("cont_cache", 0.5)],
 )
 def test_drift_is_zero_only_for_unchanged_weights(method, share, data, tmp_path):
-    """The dropout noise is replayed (partial replay fills the bank without it), so the cosine is 1
-    to rounding if the weights do not change."""
+    """The dropout noise is replayed (partial replay has none), so the cosine is 1 to rounding if
+    the weights do not change."""
     for rate, still in ((0.0, True), (1e-3, False)):
         run = tmp_path / f"{rate}"
         changes = {"optim.learning_rate": rate, "optim.max_steps": 4}
-        changes |= {"replay.share": share} if share < 1 else {}
-        train(train_config(data, run, method, **DROPOUT, **changes))
+        changes |= {"replay.share": share, "model.dropout": 0.0} if share < 1 else {}
+        train(train_config(data, run, method, **DROPOUT | changes))
         for line in read_log(run):
             found = [line["drift_passage_cosine"], line["drift_query_cosine"]]
             assert (found[1] is None) == (method == "passage_bank")
