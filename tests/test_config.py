@@ -125,7 +125,7 @@ def test_the_replay_preset_keeps_the_pairs_of_an_update_in_a_bank(capsys, recwar
     validate(made)
     assert not [str(one.message) for one in recwarn if "no effect" in str(one.message)]
     assert (made.method, made.bank_size(), made.replay_share) == ("cont_cache", 128, 0.5)
-    assert (made.batch.global_batch_size, made.model.dropout) == (128, 0)
+    assert made.batch.global_batch_size == 128
 
 
 SHARED = "method: cont_cache\nreplay: {share: 0.5}\n"
@@ -195,6 +195,20 @@ def test_a_bank_that_the_method_does_not_have_is_named(command, text, options, s
         parse(command, COMMANDS[command], ["--config", str(tmp_path / "c.yaml"), *options])
     assert len(said) == (sentence is not None)
     assert all(sentence in str(one.message) for one in said)
+
+
+def test_changes_to_another_method_do_not_keep_the_share():
+    """A share below 1 would make grad_cache another method, in ``compare`` and ``auto`` as well."""
+    base = TrainConfig.from_config("presets/replay")
+    changed = [
+        with_changes(base, changes)
+        for changes in (
+            {"method": "grad_cache"},
+            {"method": "cont_cache"},
+            {"method": "grad_cache", "replay.share": "0.3"},
+        )
+    ]
+    assert [config.replay_share for config in changed] == [1.0, 0.5, 0.3]
 
 
 @pytest.mark.filterwarnings("ignore:.*replay.share 0.5 is not used")

@@ -181,9 +181,12 @@ def from_mapping(kind: type[Options], values: Mapping[str, Any], where: str = ""
 def with_changes(config: Options, changes: Mapping[str, str]) -> Options:
     """Return a copy of ``config`` with changed settings.
 
-    changes: name of a setting -> new value as text.
+    changes: name of a setting -> new value as text. Another method does not keep `replay.share`.
     """
     known = settings_of(type(config))
+    # a share below 1 makes grad_cache another method, so another method has its own share
+    if changes.get("method", "") not in ("", getattr(config, "method", "")):
+        changes = {"replay.share": "1", **changes}
     given = _from_texts(known, changes, "")
     refuse_unknown(given, known)
     return _build(type(config), given, base=config)

@@ -80,10 +80,13 @@ from contaccum.training.run_folder import METRICS_FILE, read_finished, refuse_ot
 
 BANK = {"bank.age_decay": "1.0", "bank.row_weight": "current"}
 RECIPES: tuple[dict[str, str], ...] = (
-    {"method": "grad_cache"},
-    {"method": "cont_cache", "replay.share": "0.5", "model.dropout": "0", **BANK},
+    {"method": "grad_cache", "replay.share": "1"},
+    {
+        "method": "cont_cache", "replay.share": "0.5", "model.dropout": "0",
+        "model.attention_dropout": "0", "lora.dropout": "0", **BANK,
+    },
     {"method": "cont_accum", **BANK},
-)
+)  # fmt: skip
 """Methods to try, each with its settings. Without time to choose, the first one is used: it is also
 the method of ``train`` and of the config ``finetune``."""
 BATCHES = (16, 64, 128)
@@ -510,8 +513,9 @@ class Auto:
             state.best = max(state.best or 0.0, training.dev.best.get("score", 0.0))
             self.say(f"training: step {training.done} of {training.total}")
 
+        start = state.expected("run") - state.expected("dev")  # loading and saving
         pace = Pace(
-            end=time.monotonic() + left + evaluating + state.after_training(),
+            end=time.monotonic() + start + left + evaluating + state.after_training(),
             most=most,
             evaluation=state.expected("dev"),
             eval_steps=int(config.run.eval_steps),

@@ -264,6 +264,8 @@ def cost_of(group: RunGroup) -> dict[str, int]:
     )
     by_tokens = group.setting("batch.micro_batch_tokens") is not None
     micro_batch_size = None if by_tokens else group.setting("batch.micro_batch_size")
+    if micro_batch_size is not None:  # each process has a micro-batch of this size
+        micro_batch_size *= group.runs[0].environment.get("processes", 1)
     price = METHOD_SPECS[group.method].cost(size, micro_batch_size, share)
     return {
         "N": size,

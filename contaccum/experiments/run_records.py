@@ -71,11 +71,7 @@ class RunRecord:
     @property
     def train_seconds(self) -> float | None:
         """Seconds of all logged steps, without evaluations, checkpoints and drift measurements."""
-        last, seconds = 0, 0.0
-        for line in self.steps:  # a line covers the steps since the previous line
-            seconds += line["seconds"] * (line["step"] - last)
-            last = line["step"]
-        return seconds if self.steps else None
+        return sum(line["seconds"] for line in self.steps) if self.steps else None
 
     @property
     def peak_mib(self) -> float | None:

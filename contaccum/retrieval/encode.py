@@ -246,6 +246,8 @@ def cached_vectors(
     """
     fingerprint = encoder.fingerprint(texts.kind, batch_tokens)
     key = f"{fingerprint} {texts.fingerprint} {texts.kind} {dtype}"
+    if (products := torch.get_float32_matmul_precision()) != "highest":
+        key += f" {products}"  # such as TF32 in training
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     folder = cache_folder() / "vectors" / name
     locks = cache_folder() / "locks"
@@ -277,7 +279,7 @@ def cached_vectors(
 def make_room(size: int, folder: Path) -> None:
     """Delete vectors in the cache until ``size`` bytes more fit: the longest unused first.
 
-    folder: where the new vectors go. Vectors that a running command uses are kept.
+    folder: where the new vectors go. Vectors that another command is encoding are kept.
     """
     locks = cache_folder() / "locks"
     with waiting_lock(locks / "vectors.lock"):

@@ -139,8 +139,7 @@ class DevEvaluator:
             self.best, self.worse = {}, 0
             self.evaluated = 0  # evaluate this step again if an evaluation is due
             return "the metric or the dev set changed" if model else "its model was deleted"
-        # an old checkpoint has no hash
-        self.replaced = self.best.get("model", model) != model
+        self.replaced = self.best["model"] != model
         if self.replaced and self.best["step"] == state["step"]:
             self.evaluated = 0  # evaluate this step again, which saves its model
         return ""

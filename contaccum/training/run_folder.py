@@ -231,7 +231,7 @@ class Finished:
     total: int  # planned number of steps
     examples: int
     identity: dict[str, Any]  # see ``run_identity``
-    done: int | None = None  # number of steps taken; None in files from before this field
+    done: int  # number of steps taken
 
 
 class Checkpoint(NamedTuple):
@@ -316,7 +316,7 @@ def finished_identity(config: TrainConfig) -> dict[str, Any] | None:
     total = total_steps(config, finished.examples)
     if total > finished.total:
         raise InputError(
-            f"{run}: this run ended after {counted(finished.done or finished.total, 'step')} and "
+            f"{run}: this run ended after {counted(finished.done, 'step')} and "
             f"deleted its checkpoints, so it cannot continue to {total} steps. "
             f"{_ADVICE.format(run / 'model')}"
         )

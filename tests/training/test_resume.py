@@ -276,26 +276,6 @@ def test_the_best_model_is_not_one_of_steps_that_a_kill_undid(data, tmp_path):
     assert evaluated == [0, 2, 4]
 
 
-def test_files_of_a_run_from_before_these_fields_are_read(two_steps, tmp_path):
-    data, two = two_steps
-    run = Path(shutil.copytree(two, tmp_path / "run"))
-    before = weights(run / "model")
-    folder = newest_checkpoint(run).folder
-    state = json.loads((folder / "state.json").read_text())
-    del state["best"]["model"]
-    (folder / "state.json").write_text(json.dumps(state))
-    hashes = json.loads((folder / "manifest.json").read_text())
-    hashes["state.json"] = sha256_of(folder / "state.json")
-    (folder / "manifest.json").write_text(json.dumps(hashes))
-    changes = {**TWO_STEPS, "data.dev": str(data), "run.keep_checkpoints": None}
-    train(train_config(data, run, resume=True, **changes))
-    finished = json.loads((run / "finished.json").read_text())
-    del finished["done"]
-    (run / "finished.json").write_text(json.dumps(finished))
-    assert train(train_config(data, run, resume=True, **changes)) == run / "model"
-    assert weights(run / "model") == before
-
-
 def test_metrics_of_an_older_model_are_moved_away(data, tmp_path, capsys):
     run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.json"
     train(train_config(data, run, **{"optim.max_steps": 2}))
