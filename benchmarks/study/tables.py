@@ -444,14 +444,19 @@ def large_banks(studies: Studies, name: str) -> Table:
                 [
                     f"{rate:g}",
                     row["setting"],
+                    row["seeds"],
                     row[METRIC],
                     row["less no bank"],
                     row["p perm"],
+                    row["p both"],
                     row["grad ratio"],
                     drift,
                 ]
             )
-    heads = ["lr", "setting", METRIC, "less no bank", "p perm", "grad ratio", "drift per step"]
+    heads = [
+        "lr", "setting", "seeds", METRIC, "less no bank", "p perm", "p both", "grad ratio",
+        "drift per step",
+    ]  # fmt: skip
     return Table(heads, rows)
 
 
