@@ -26,15 +26,18 @@ class InputError(ValueError):
 MOST_ERRORS = 100  # maximum number of errors in a message
 
 
-def joined_errors(errors: Sequence[InputError], source: object) -> InputError:
+def joined_errors(
+    errors: Sequence[InputError], source: object, total: int | None = None
+) -> InputError:
     """Return the only error, or one error with the first MOST_ERRORS messages.
 
-    source: name of the data with the errors.
+    source: name of the data with the errors. total: number of errors. Default: those in ``errors``.
     """
-    if len(errors) == 1:
+    total = total or len(errors)
+    if total == 1:
         return errors[0]
-    count = f"{source}: {len(errors)} errors"
-    if len(errors) > MOST_ERRORS:
+    count = f"{source}: {total} errors"
+    if total > MOST_ERRORS:
         count += f"; the first {MOST_ERRORS}:"
     return InputError("\n  ".join([count, *map(str, errors[:MOST_ERRORS])]))
 

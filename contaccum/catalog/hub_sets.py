@@ -97,6 +97,11 @@ class HubName:
                     "for a comma)"
                 )
             columns[key] = [unquote(column) for column in value.split(",")]
+        if {"title", "neg"} <= columns.keys():
+            raise InputError(
+                f"{text}: title names the titles of pos only, so positives would have a title and "
+                "negatives none; leave out title or neg"
+            )
         # the longest beginning that is a path, which may contain @ and :, such as
         # /home/user@domain
         path = ""
@@ -228,7 +233,8 @@ def fetch_hub(name: HubName, split: str) -> Path:
         if split not in found:
             hint = ""
             if found:
-                hint = f". Name the split to use, as in hub:NAME::{next(iter(found))}?query=COLUMN"
+                example = next((each for each in found if each != "train"), "train")
+                hint = f". Name the split to use, as in hub:NAME::{example}?query=COLUMN"
             raise InputError(
                 f"{name.text}: split {split!r} not found; available: {', '.join(found)}{hint}"
             )
@@ -250,7 +256,8 @@ def _write_examples(name: HubName, files: list[str], folder: Path) -> None:
     irrelevant = 0  # number of rows with a low label or score
     unread: dict[str, None] = {}  # columns of the first rows that look like hard negatives
     form = None
-    errors: list[InputError] = []
+    wrong = 0  # number of invalid rows
+    errors: list[InputError] = []  # of the first of them
     is_local = os.path.exists(name.repository)
     with open(folder / "examples.jsonl", "wb") as file:
         for number, (place, row) in enumerate(name.rows(files), 1):
@@ -273,13 +280,13 @@ def _write_examples(name: HubName, files: list[str], folder: Path) -> None:
                     if number <= FIRST_RECORDS:
                         unread |= dict.fromkeys(unread_negatives(row, form))
             except InputError as error:
-                errors.append(error.with_traceback(None))
-                if len(errors) == MOST_ERRORS:
-                    break
+                wrong += 1
+                if wrong <= MOST_ERRORS:  # a table may have millions of them
+                    errors.append(error.with_traceback(None))
             else:
                 file.write(record_line(record))
     if errors:
-        raise joined_errors(errors, name.text)
+        raise joined_errors(errors, name.text, wrong)
     if not number:
         raise InputError(f"{name.text}: has no rows; it needs at least one")
     problems = []

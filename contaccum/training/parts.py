@@ -50,9 +50,8 @@ def build_encoder(
     model = config.model
     if model.name != "tiny":
         adapters = Adapters(config.lora, model.quantize) if config.lora.rank else None
-        encoder = load_encoder(config, model.name, device, adapters=adapters, **_towers(config))
-        settings = _with_usual_lengths(config, encoder.settings)
-        encoder.settings = _with_mixture_prefixes(config, settings)
+        encoder = _untrained_encoder(config, device, adapters)
+        encoder.settings = _with_mixture_prefixes(config, encoder.settings)
         return encoder
     chosen = {
         name: getattr(model, name) for name in ENCODER_SETTINGS if getattr(model, name) is not None
@@ -73,8 +72,15 @@ def build_encoder(
     return DualEncoder(query, passage, settings).to(device)
 
 
-def _towers(config: TrainConfig) -> dict[str, Any]:
-    return {"passage_name": config.model.passage_name, "tie_towers": config.model.tie_towers}
+def _untrained_encoder(
+    config: TrainConfig, device: torch.device | str, adapters: Adapters | None = None
+) -> DualEncoder:
+    """Load the encoder that training starts from. adapters: options of new LoRA adapters."""
+    model = config.model
+    towers = {"passage_name": model.passage_name, "tie_towers": model.tie_towers}
+    encoder = load_encoder(config, model.name, device, adapters=adapters, **towers)
+    encoder.settings = _with_usual_lengths(config, encoder.settings)
+    return encoder
 
 
 def _with_usual_lengths(config: TrainConfig, settings: EncoderSettings) -> EncoderSettings:
@@ -86,8 +92,11 @@ def _with_usual_lengths(config: TrainConfig, settings: EncoderSettings) -> Encod
     for name in ("max_query_length", "max_passage_length"):
         stored = getattr(settings, name)
         if getattr(config.model, name) is None and stored > USUAL_LENGTH:
+            folder = config.model.name
+            if name == "max_passage_length" and config.model.passage_name:
+                folder = config.model.passage_name
             warnings.warn(
-                f"{config.model.name}: {name} is {stored}, but training uses {USUAL_LENGTH} tokens "
+                f"{folder}: {name} is {stored}, but training uses {USUAL_LENGTH} tokens "
                 f"of a text at most. Set model.{name} to another number to use more.",
                 stacklevel=2,
             )
@@ -209,7 +218,7 @@ def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet) -> Pai
     rules = _rules_without_data(config)
     if loss.guide is not None:
         if loss.guide == config.model.name:
-            encoder = load_encoder(config, config.model.name, engine.device, **_towers(config))
+            encoder = _untrained_encoder(config, engine.device)
         else:
             trust = config.model.trust_remote_code
             encoder = DualEncoder.load(loss.guide, device=engine.device, trust_remote_code=trust)

@@ -168,6 +168,7 @@ def test_columns_of_other_names_are_mapped(triplets):
         ),
         ("?query=anchor&pos=positive&query=list", "found 'query=list'; expected FIELD=COLUMN"),
         ("?query=anchor&pos=positive&label=a,b", "found 'label=a,b'; expected FIELD=COLUMN"),
+        ("?query=anchor&pos=positive&title=list&neg=negative_1", "leave out title or neg"),
         ("?query=anchor&pos=list&title=positive",
          "found 1 value for title but 2 texts for pos; each text needs one"),
         ("::dev?query=anchor&pos=positive", "split 'dev' not found; available: train"),
