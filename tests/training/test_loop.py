@@ -13,6 +13,7 @@ import time
 import warnings
 import weakref
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from helpers import (
 )
 from processes import python
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from contaccum import DualEncoder
@@ -33,6 +36,7 @@ from contaccum.data.batches import Batches
 from contaccum.encoder import Tower
 from contaccum.errors import InputError
 from contaccum.evaluation.evaluate import evaluate
+from contaccum.methods.bank import Bank
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import read_json
 from contaccum.training.log import read_log
@@ -109,6 +113,36 @@ def test_every_method_trains_logs_and_learns(method, data, tmp_path):
     }  # fmt: skip
     assert read_json(run / "environment.json")["torch"] == torch.__version__
     assert DualEncoder.load(model).encode_queries(["red fox"]).shape == (1, 32)
+
+
+class Float64(TorchDispatchMode):
+    """Collect the operations that return a float64 tensor, which MPS does not have."""
+
+    found: ClassVar[list[str]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if any(getattr(leaf, "dtype", None) == torch.float64 for leaf in tree_leaves(result)):
+            self.found.append(str(func))
+        return result
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("method", METHOD_SPECS)
+def test_a_step_has_no_float64_tensor(method, double, data, tmp_path, monkeypatch):
+    """Negative control: ages in float64."""
+    monkeypatch.setattr(Float64, "found", [])
+    step, ages = Training.take_step, Bank.ages
+
+    def observed(self, micro_batches):
+        with Float64():
+            return step(self, micro_batches)
+
+    monkeypatch.setattr(Training, "take_step", observed)
+    if double:
+        monkeypatch.setattr(Bank, "ages", lambda bank: ages(bank).double())
+    train(train_config(data, tmp_path / "run", method, **{"optim.max_steps": 2}))
+    assert bool(Float64.found) == double, Float64.found
 
 
 def test_logged_negatives_equal_columns_minus_the_positive(data, tmp_path):
