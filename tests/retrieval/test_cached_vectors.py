@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset
 from filelock import SoftFileLock
 from helpers import train_config, write_beir
@@ -75,6 +76,19 @@ def test_the_oldest_vectors_are_deleted_when_the_cache_is_full(
     assert vectors("c") == 8  # deletes b, because a was used after it
     assert vectors("a") == 0
     assert vectors("b") == 8
+
+
+def test_vectors_made_with_tf32_have_their_own_place(encoded):
+    texts = Texts.of_queries({"1": "red fox"})
+    names = [cached_vectors(WordEncoder(), texts)[0]]
+    torch.set_float32_matmul_precision("high")  # as in training with run.tf32
+    try:
+        names.append(cached_vectors(WordEncoder(), texts)[0])
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    names.append(cached_vectors(WordEncoder(), texts)[0])
+    assert names[0] != names[1]
+    assert names[0] == names[2]
 
 
 def test_a_full_cache_keeps_its_limit_after_a_kill_and_beside_other_programs(tmp_path, monkeypatch):
