@@ -107,6 +107,18 @@ def source_of(name: str, split: str) -> tuple[str, str, str]:
     return os.path.realpath(text), configuration, "" if os.path.isfile(text) else split
 
 
+def unread_splits(name: str, split: str) -> list[str]:
+    """Return the splits of a table that are not read, such as that of test.csv.
+
+    split: split that is read if the name has none. Empty for other data, and if the name has one.
+    """
+    if not name.startswith(HUB_PREFIX) or os.path.exists(name):
+        return []
+    from contaccum.catalog.hub_sets import HubName
+
+    return HubName.of(name).unread_splits(split)
+
+
 def _is_path(text: str) -> bool:
     """Return whether a text that is no existing path can be no name of a data set, only a path."""
     if text.startswith((HUB_PREFIX, "nanobeir/", "mteb/", "miracl/")):

@@ -185,7 +185,7 @@ def with_changes(config: Options, changes: Mapping[str, str]) -> Options:
     """
     known = settings_of(type(config))
     # a share below 1 makes grad_cache another method, so another method has its own share
-    if changes.get("method", "") not in ("", getattr(config, "method", "")):
+    if "method" in changes and changes["method"] != getattr(config, "method", None):
         changes = {"replay.share": "1", **changes}
     given = _from_texts(known, changes, "")
     refuse_unknown(given, known)

@@ -12,7 +12,6 @@ dropped. Teacher scores are written only to JSONL and Tevatron: BEIR has no fiel
 scores, and in DPR the field ``score`` is a search score.
 """
 
-import os
 import random
 import warnings
 from collections import Counter
@@ -27,7 +26,7 @@ import yaml
 from datasets import Dataset
 from tqdm import tqdm
 
-from contaccum.catalog import HUB_PREFIX
+from contaccum.catalog import unread_splits
 from contaccum.config import DataPolicy
 from contaccum.data.corpus import (
     beir_records,
@@ -95,13 +94,8 @@ def check(path: str | Path, split: str | None = None, policy: DataPolicy = DEFAU
 
 
 def _warn_of_unread_splits(data: RetrievalDataset) -> None:
-    """Warn about splits of a table that the default split leaves out, such as test.csv."""
-    is_table = data.name.startswith(HUB_PREFIX) and not os.path.exists(data.name)
-    if not is_table or data.split != "train":
-        return
-    from contaccum.catalog.hub_sets import HubName
-
-    if unread := HubName.of(data.name).unread_splits(data.split):
+    """Warn about splits of a table that are not read, if the split is the default."""
+    if data.split == "train" and (unread := unread_splits(data.name, data.split)):
         warnings.warn(
             f"{data.name}: only the split {data.split} is read, not {', '.join(unread)}; to read "
             f"another, name it, as in hub:NAME::{unread[0]}",
