@@ -8,7 +8,8 @@ Content of ``output_dir``:
 - ``data/``: small dev set. Without dev data, its queries are training queries, and ``data/train``
   has the other training queries.
 - ``dev/``: metrics of the untrained model on the small dev set
-- ``tune/``: short training runs, from which the settings are chosen
+- ``tune/``: short training runs, from which the settings are chosen. The model of the best one is
+  kept if the final run does not reach its dev score.
 - ``train/``: final training run; ``train/model`` is the trained model
 - ``untrained/`` and ``bm25/``: metrics of the two baselines on the test data
 - ``report.html``: report
@@ -76,7 +77,12 @@ from contaccum.runtime.units import duration
 from contaccum.training.log import read_log
 from contaccum.training.loop import Training
 from contaccum.training.parts import build_encoder
-from contaccum.training.run_folder import METRICS_FILE, read_finished, refuse_other_files
+from contaccum.training.run_folder import (
+    DEV_METRICS_FILE,
+    METRICS_FILE,
+    read_finished,
+    refuse_other_files,
+)
 
 BANK = {"bank.age_decay": "1.0", "bank.row_weight": "current"}
 RECIPES: tuple[dict[str, str], ...] = (
@@ -224,6 +230,7 @@ class Auto:
         self._evaluate("bm25", "bm25", self.test)
         self._tune()
         self._train()
+        self._keep_better_trial()
         return self._verdict()
 
     def contents(self) -> dict[str, str]:
@@ -466,7 +473,7 @@ class Auto:
                     outside = time.monotonic() - began - sum(logged)
                     state.seconds["run"] = max(outside, state.seconds.get("run", 0.0))
                 state.save()
-            delete_weights(folder)
+            self._keep_best_trial()
             if len(logged) < steps:
                 self.say(
                     f"tuning: {described(values)} ended after {len(logged)} of {steps} steps, "
@@ -476,6 +483,18 @@ class Auto:
         if score is not None:
             state.best = score if state.best is None else max(state.best, score)
         return score
+
+    def _keep_best_trial(self) -> None:
+        """Delete the weights of all tuning runs but the one with the best dev score."""
+        for worse in sorted(self._kept_trials(), key=self._score_of)[:-1]:
+            delete_weights(worse)
+
+    def _kept_trials(self) -> list[Path]:
+        return [model.parent for model in (self.output / "tune").glob("*/model")]
+
+    def _score_of(self, run: Path) -> float:
+        """Return the dev score of the model of a finished run."""
+        return read_metrics(run / DEV_METRICS_FILE)["mean"][self.base.run.metric]
 
     def _run_config(self, folder: str, values: Values, steps: int, evaluations: int) -> TrainConfig:
         config = self.config(folder, dict(values))
@@ -524,6 +543,12 @@ class Auto:
         )
         run_job("run", config, self.test, after_step=pace)
 
+    def _keep_better_trial(self) -> None:
+        """Delete the weights of the tuning run that was kept if the final run is as good on dev."""
+        for trial in self._kept_trials():
+            if self._score_of(trial) <= self._score_of(self.output / "train"):
+                delete_weights(trial)
+
     def _verdict(self) -> str:
         """Write the report.
 
@@ -545,8 +570,14 @@ class Auto:
         on = "the test queries"
         if self.test is self.dev:
             on = "the dev queries, also used to choose the settings"
+        final = self._score_of(self.output / "train")
+        better = "".join(
+            f"{trial / 'model'}, from tuning, has a better dev {metric} than the final model "
+            f"({self._score_of(trial):.4f} and {final:.4f})\n"
+            for trial in self._kept_trials()
+        )
         return (
-            f"{verdict(untrained, bm25, metric)}\n{metric} on {on}: {means}\n"
+            f"{verdict(untrained, bm25, metric)}\n{metric} on {on}: {means}\n{better}"
             f"model: {self.output / 'train' / 'model'}\nreport: {page}\n"
             f"time: {duration(self.state.elapsed)} of {duration(self.total)}"
         )

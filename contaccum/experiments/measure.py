@@ -53,6 +53,8 @@ class Measurement:
     step: float | None  # seconds of an optimizer step with this size
     context: int  # bytes on the GPU outside PyTorch's allocator; ``peak`` includes them
     pairs: int  # number of training queries
+    query_length: int  # maximum number of tokens of a query
+    passage_length: int
 
 
 def measure_method(config: TrainConfig, budget: int) -> Measurement:
@@ -160,7 +162,9 @@ class Probe:
         if size is not None:
             timed = self.sized(size, TIMED_MICRO_BATCHES)
             step = self.step_seconds(timed) * n / timed.batch.global_batch_size
-        return Measurement(size, peak, step, self.context(), self.pairs)
+        settings = self.encoder.settings
+        lengths = settings.max_query_length, settings.max_passage_length
+        return Measurement(size, peak, step, self.context(), self.pairs, *lengths)
 
     def largest_micro_batch(self, budget: float) -> tuple[int | None, float | None]:
         """Return the largest micro-batch that fits into ``budget`` bytes, and its peak memory.
@@ -309,8 +313,8 @@ class Probe:
                 self.engine.begin_step(step)
                 losses = METHODS[config.method](self.engine, micro_batches, bank, self.loss)
                 mean_losses(losses, micro_batches, step + 1)
-                query_norm, passage_norm = self.engine.gradient_norms()
-                self.engine.clip(query_norm + passage_norm, config.optim.max_grad_norm)
+                *_, norm = self.engine.gradient_norms()
+                self.engine.clip(norm, config.optim.max_grad_norm)
                 self.engine.update()
                 bank.end_step()
                 if self.engine.device.type == "cuda":

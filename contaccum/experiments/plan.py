@@ -56,6 +56,7 @@ def run_plan(options: PlanConfig, config: TrainConfig) -> str:
 def render(measured: dict[str, Measurement], config: TrainConfig, budget: int) -> str:
     """Return a Markdown table with one row per method, and notes on the numbers."""
     n = config.batch.global_batch_size
+    first, *_ = measured.values()
     rows = [
         [
             method,
@@ -71,7 +72,8 @@ def render(measured: dict[str, Measurement], config: TrainConfig, budget: int) -
     lines = [
         Table(["method", "largest B", "peak", "s/step", "epoch"], rows).markdown(),
         f"The memory budget is {gigabytes(budget)} for one process; N = {n}. Peak, s/step and "
-        f"epoch belong to the largest B{bank}.",
+        f"epoch belong to the largest B{bank}. Queries have at most {first.query_length} tokens, "
+        f"passages {first.passage_length}.",
     ]
     chosen = [
         line

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -329,8 +330,11 @@ class Engine(Processes):
         if not self.sharded:  # with sharded weights, each backward pass has summed them
             self.sum([p.grad for p in self.parameters if p.grad is not None])
 
-    def gradient_norms(self) -> tuple[float, float]:
-        """Return the gradient norms of the query and the passage tower, without loss scale."""
+    def gradient_norms(self) -> tuple[float, float, float]:
+        """Return the gradient norms of query tower, passage tower and encoder, without loss scale.
+
+        Tied towers have one norm.
+        """
         self.scaler.unscale_(self.optimizer)
         norms = []
         for parameters in self.parameters_of_towers:
@@ -342,10 +346,10 @@ class Engine(Processes):
             self.sum([squares])
             stacked = squares.sqrt()
         found = stacked.tolist()
-        return found[0], found[-1]  # tied towers have one norm
+        return found[0], found[-1], math.hypot(*found)
 
     def clip(self, norm: float, limit: float) -> float:
-        """Scale all gradients down if ``norm``, their joint L2 norm, is above ``limit``.
+        """Scale all gradients down if ``norm``, the encoder's gradient norm, is above ``limit``.
 
         Return the scale factor, at most 1.
         """

@@ -376,13 +376,11 @@ class Training:
 
         # gradients: sum them over the processes, measure and clip them, and update the weights
         engine.reduce_gradients()
-        query_norm, passage_norm = engine.gradient_norms()
+        query_norm, passage_norm, norm = engine.gradient_norms()
         age_mean, age_max = None, None
         if sum_and_max_age is not None:  # read before the update: it waits for the device
             age_sum, age_max = sum_and_max_age.tolist()
             age_mean = age_sum / len(ages)
-        tied = self.encoder.settings.tie_towers  # then both norms are of the same parameters
-        norm = query_norm if tied else math.hypot(query_norm, passage_norm)
         finite = math.isfinite(norm)
         # in fp16, the loss scaler skips such a step
         if not finite and config.run.precision != "fp16":
@@ -400,7 +398,7 @@ class Training:
             "query_grad_norm_clipped": query_norm * scale,
             "passage_grad_norm_clipped": passage_norm * scale,
         }
-        if tied or not finite:
+        if self.encoder.settings.tie_towers or not finite:
             norms = dict.fromkeys(norms)
         return {
             "step": step,

@@ -29,6 +29,7 @@ from contaccum.evaluation.significance import compare
 from contaccum.experiments import auto, auto_state
 from contaccum.experiments.auto_state import parse_time
 from contaccum.experiments.tuning import rung_shares, survivors
+from contaccum.runtime.files import write_json
 from contaccum.training.run_folder import finish
 
 pytestmark = pytest.mark.filterwarnings(
@@ -334,6 +335,19 @@ def test_a_call_that_was_stopped_in_the_test_keeps_the_length_of_training(planne
     steps = [config.optim.max_steps for config in found]
     assert steps[0] != 3
     assert steps[1] == 3
+
+
+@pytest.mark.parametrize(("final", "kept"), [(0.5, ["b"]), (0.7, [])])
+def test_a_better_model_from_tuning_is_kept(planned, final, kept):
+    made, *_ = planned("15m")
+    for run, score in [("tune/a", 0.4), ("tune/b", 0.6), ("tune/c", 0.3), ("train", final)]:
+        (made.output / run / "model").mkdir(parents=True)
+        metrics = {"mean": {"ndcg@10": score}, "per_query": {"q0": {"ndcg@10": score}}}
+        write_json(made.output / run / "dev_metrics.json", metrics)
+    made._keep_best_trial()
+    assert [run.name for run in made._kept_trials()] == ["b"]
+    made._keep_better_trial()
+    assert [run.name for run in made._kept_trials()] == kept
 
 
 def test_settings_that_auto_chooses_are_named(tmp_path):

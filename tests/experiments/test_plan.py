@@ -125,18 +125,26 @@ DEMO = [
 ]  # fmt: skip
 
 
+def measurement(size: int | None) -> Measurement:
+    peak, step = (None, None) if size is None else (10**9, 0.5)
+    return Measurement(
+        micro_batch_size=size, peak=peak, step=step, context=0, pairs=64,
+        query_length=64, passage_length=256,
+    )  # fmt: skip
+
+
 def test_the_plan_names_a_bank_only_for_methods_with_one(tmp_path):
     config = train_config("", tmp_path / "run")
-    found = Measurement(micro_batch_size=8, peak=10**9, step=0.5, pairs=64, context=0)
-    assert "the largest B.\n" in render({"in_batch": found}, config, 4 * 10**9)
+    found = measurement(8)
+    alone = render({"in_batch": found}, config, 4 * 10**9)
+    assert "the largest B. Queries have at most 64 tokens, passages 256.\n" in alone
     both = render({"in_batch": found, "cont_accum": found}, config, 4 * 10**9)
-    assert f"the largest B, with a bank of {config.bank_rows} rows.\n" in both
+    assert f"the largest B, with a bank of {config.bank_rows} rows. Queries" in both
 
 
 def test_the_plan_says_what_to_lower_if_nothing_fits(tmp_path):
     config = train_config("", tmp_path / "run")
-    none = Measurement(micro_batch_size=None, peak=None, step=None, pairs=64, context=0)
-    fits = Measurement(micro_batch_size=8, peak=10**9, step=0.5, pairs=64, context=0)
+    none, fits = measurement(None), measurement(8)
     shown = render({"in_batch": none, "grad_cache": fits}, config, 4 * 10**9)
     assert "\nin_batch: no size fits. Lower model.max_passage_length" in shown
     assert "no size" not in render({"grad_cache": fits}, config, 4 * 10**9)

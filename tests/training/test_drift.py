@@ -153,7 +153,7 @@ def test_logged_clipped_norms_equal_gradient_norms(data, tmp_path):
         engine, parts.build_batches(config, engine, encoder, train_set).step(0), bank, loss
     )
     before = engine.gradient_norms()
-    scale = engine.clip(math.hypot(*before), 0.05)
+    scale = engine.clip(before[-1], 0.05)
     assert engine.gradient_norms() == pytest.approx([norm * scale for norm in before], rel=1e-4)
     train(
         train_config(
