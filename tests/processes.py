@@ -395,6 +395,16 @@ def raises(rank: int) -> None:
         before_step(act)
 
 
+def cannot_evaluate(rank: int) -> None:
+    from contaccum.training.loop import Training
+
+    def spoiled(self):
+        raise ZeroDivisionError("a fault in the evaluation of process 1 alone")
+
+    if rank == 1:
+        Training.evaluate = spoiled
+
+
 def is_killed(rank: int) -> None:
     """Kill the last process, or the only one."""
     if rank == int(os.environ.get("WORLD_SIZE", 1)) - 1:

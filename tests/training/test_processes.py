@@ -87,6 +87,7 @@ def runs(tmp_path_factory):
     runs.add("killed", 2, fault="is_killed")
     runs.add("killed alone", 1, fault="is_killed")
     runs.add("raises", 2, fault="raises")
+    runs.add("unevaluated", 2, fault="cannot_evaluate")
     runs.add("full", 2, fault="has_a_full_disk")
     runs.add("memory", 2, fault="runs_out_of_memory")
     runs.add("stuck", 2, fault="is_stuck", grace=0, **{"run.timeout_minutes": 0.2})
@@ -342,6 +343,7 @@ def test_same_error_in_all_processes_is_printed_once(runs):
     ("name", "spoiled", "code", "words"),
     [
         ("raises", 1, 1, "ZeroDivisionError: a fault of process 1 alone"),
+        ("unevaluated", 1, 1, "ZeroDivisionError: a fault in the evaluation of process 1 alone"),
         ("killed", 1, -signal.SIGKILL, ""),
         ("full", 0, 2, "cannot be written"),
         ("memory", 1, 2, "out of memory in one of several processes; the step cannot be retried"),
