@@ -350,6 +350,17 @@ def test_a_better_model_from_tuning_is_kept(planned, final, kept):
     assert [run.name for run in made._kept_trials()] == kept
 
 
+def test_the_final_run_may_use_all_the_time_but_the_reserve(planned, monkeypatch):
+    """Nothing is counted twice: not loading, not the dev evaluations, not the test."""
+    made, candidates, _ = planned("15m")
+    made.state.seconds = {stage: PREDICTED[stage] for stage in auto_state.STAGES}  # took no time
+    made.state.chosen = dict(candidates[0])
+    found = []
+    monkeypatch.setattr(auto, "run_job", lambda *_, after_step, **__: found.append(after_step))
+    made._train()
+    assert found[0].end == pytest.approx((1 - auto_state.RESERVE) * made.total)
+
+
 def test_settings_that_auto_chooses_are_named(tmp_path):
     """They had no effect, but micro_batch_tokens replaced the size that fits into --memory."""
     changes = {
