@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import yaml
 from datasets import Dataset
-from tqdm import tqdm
 
 from contaccum.catalog import unread_splits
 from contaccum.config import DataPolicy
@@ -62,6 +61,7 @@ from contaccum.formats.records import (
 )
 from contaccum.formats.training import FORMATS, Form, TrainingKind, example_line, framed
 from contaccum.runtime.files import sweep, whole_folder
+from contaccum.runtime.progress import progress_bar
 from contaccum.runtime.units import counted
 
 Stats = dict[str, Any]
@@ -324,7 +324,7 @@ def convert(
         )
     if data.kind == to == "dpr" and has_answers(data.path):
         warnings.warn(f"{source}: answers of questions are dropped", stacklevel=2)
-    examples = tqdm(found, desc="converting", unit=" examples", disable=None)
+    examples = progress_bar(len(found), "converting", "examples", found)
     if to != "beir":
         return _write_examples(target, examples, to)
     answerable = np.flatnonzero(found.positives.lengths)

@@ -17,7 +17,6 @@ from unicodedata import normalize
 
 import regex
 from datasets import Dataset
-from tqdm.auto import tqdm
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.config.declare import PositiveInt
@@ -32,6 +31,7 @@ from contaccum.retrieval.retriever import DEFAULTS, Retriever
 from contaccum.retrieval.runs import Run
 from contaccum.runtime.checks import refuse_other_file
 from contaccum.runtime.processes import ALONE, Processes
+from contaccum.runtime.progress import progress_bar
 
 CUTOFFS = (1, 5, 20, 100)
 Match = Literal["string", "regex"]
@@ -90,7 +90,7 @@ def answer_accuracy(
     found = {passage_id for hits in run.values() for passage_id, _ in hits}
     row_of = find_rows(corpus, found)
     per_query: dict[str, dict[str, float]] = {}
-    bar = tqdm(questions, desc="answers", unit="question", disable=None, leave=False)
+    bar = progress_bar(len(questions), "matching answers", "questions", questions)
     for number, question in enumerate(bar):
         key = str(number)
         rows = [row_of[passage_id] for passage_id, _ in run.get(key, [])[: max(cutoffs)]]

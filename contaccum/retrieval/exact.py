@@ -15,11 +15,11 @@ from importlib.util import find_spec
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 
 from contaccum.retrieval.faiss_library import load_faiss
 from contaccum.retrieval.shards import Shards, count_rows, row_blocks
 from contaccum.runtime.processes import encoding_device
+from contaccum.runtime.progress import progress_bar
 
 QUERIES = 1024  # number of queries in one matrix product of torch, to limit its memory
 RESIDENT = 0.5  # maximum share of a GPU's free memory that the corpus may occupy between searches
@@ -111,7 +111,7 @@ class ExactIndex:
         if self._resident:
             yield from self._resident
             return
-        shards = tqdm(self.shards, desc="search", unit="shard", disable=None, leave=False)
+        shards = progress_bar(len(self.shards), "searching", "shards", self.shards)
         keep = self._fits_on_gpu()
         resident = []
         # float16 takes half the time to copy to a GPU

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 
 from contaccum.errors import InputError, library_errors
 from contaccum.retrieval.exact import best_first
@@ -30,6 +29,7 @@ from contaccum.runtime.files import (
     whole_folder,
     write_json,
 )
+from contaccum.runtime.progress import progress_bar
 from contaccum.runtime.units import counted
 
 VERSION = 1
@@ -89,7 +89,7 @@ class Index:
             if not index.is_trained:
                 index.train(_sample(shards, rows, training_rows(faiss, index)))
             is_graph = "HNSW" in factory or "NSG" in factory
-            bar = tqdm(total=rows, desc="index", unit="row", disable=None)
+            bar = progress_bar(rows, "adding to the index", "vectors")
             with bar, _one_thread(faiss) if is_graph else nullcontext():
                 for vectors in row_blocks(shards, np.float32):
                     index.add(vectors)

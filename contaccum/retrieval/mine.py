@@ -9,12 +9,12 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, SearchConfig
 from contaccum.config.load import converted
@@ -22,13 +22,20 @@ from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.identity import text_hash
 from contaccum.errors import InputError
 from contaccum.formats.readers import has_answers
-from contaccum.formats.records import Passage, TeacherScores, whole_records, without_blanks
+from contaccum.formats.records import (
+    Example,
+    Passage,
+    TeacherScores,
+    whole_records,
+    without_blanks,
+)
 from contaccum.formats.training import TrainingKind, example_line, framed
 from contaccum.retrieval.encode import Texts, load_encoder_of, passage_vectors
 from contaccum.retrieval.negatives import CrossEncoder, MiningQueries, select_negatives
 from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, Retriever, index_settings
 from contaccum.runtime.files import write_json
 from contaccum.runtime.processes import ALONE, Processes, encoding_device
+from contaccum.runtime.progress import progress_bar
 from contaccum.runtime.units import counted
 
 if TYPE_CHECKING:
@@ -37,12 +44,25 @@ if TYPE_CHECKING:
 MINING = MineConfig()
 ABOUT = ".about.json"  # end of the name of a report
 CHUNK = 16_384  # number of queries that are searched at a time; their rankings are in memory
+RESCORED = 64  # number of queries whose passages the cross-encoder scores at a time
 SPREAD = ("mean", "min", "25%", "median", "75%", "max")
 
 Mined = dict[str, Any]
 """A mined example: its ``line`` of the output, the number of candidates that each filter
 ``removed``, the lowest score of its positives (``positive``), and the scores of its ``negatives``.
 """
+
+
+@dataclass
+class Candidates:
+    """Passages that may become negatives of one example, best first."""
+
+    number: int  # of the example
+    example: Example
+    passages: list[Passage]
+    scores: np.ndarray  # (passages,)
+    positive_scores: np.ndarray  # (positives,)
+    removed: dict[str, int]
 
 
 def mine_part(
@@ -53,8 +73,33 @@ def mine_part(
     cross_encoder: CrossEncoder | None,
     start: int,
     stop: int,
-) -> list[Mined]:
+) -> Iterator[Mined]:
     """Mine the examples ``start`` to ``stop`` - 1. to: format of the output."""
+    found = find_candidates(queries, retriever, settings, start, stop)
+    if cross_encoder is not None:
+        found = rescore(found, cross_encoder)
+    for each in found:
+        selected = select_negatives(each.scores, each.positive_scores, settings, each.number)
+        teacher = TeacherScores(
+            each.positive_scores.tolist(), each.scores[selected.indices].tolist()
+        )
+        negatives = [each.passages[position] for position in selected.indices]
+        line = example_line(each.example._replace(negatives=negatives, scores=teacher), to)
+        yield {
+            "line": line.decode(),
+            "removed": each.removed | selected.removed,
+            "positive": min(teacher.positives),
+            "negatives": teacher.negatives,
+        }
+
+
+def find_candidates(
+    queries: MiningQueries, retriever: Retriever, settings: MineConfig, start: int, stop: int
+) -> Iterator[Candidates]:
+    """Search for the queries of the examples ``start`` to ``stop`` - 1.
+
+    Passages that are known for the query are left out, and so are copies of a text.
+    """
     part = enumerate(map(without_blanks, queries.examples.part(start, stop)), start)
     numbered = [(number, example) for number, example in part if example.positives]
     positives = [queries.positives(example) for _, example in numbered]
@@ -63,7 +108,6 @@ def mine_part(
     # are left out
     depth = settings.range_max + max(map(len, known), default=0)
     texts = {str(number): example.query.text for number, example in numbered}
-    results = []
     for place, ranking in enumerate(retriever.rank(texts, depth, positives)):
         number, example = numbered[place]
         # (candidates,), descending
@@ -77,27 +121,31 @@ def mine_part(
         removed = {"same text": len(copies) + len(candidates) - len(best)}
         if best.pop(text_hash(""), None) is not None:
             removed["empty text"] = 1
-        candidates = [candidates[position] for position in best.values()]
-        scores, positive_scores = scores[list(best.values())], ranking.positives
-        if cross_encoder is not None:
-            contents = [passage.content for passage in (*example.positives, *candidates)]
-            both = cross_encoder.scores(example.query.text, contents)
-            positive_scores, scores = np.split(both, [len(example.positives)])
-            order = np.argsort(-scores, kind="stable")
-            candidates, scores = [candidates[position] for position in order], scores[order]
-        selected = select_negatives(scores, positive_scores, settings, number)
-        teacher = TeacherScores(positive_scores.tolist(), scores[selected.indices].tolist())
-        negatives = [candidates[position] for position in selected.indices]
-        line = example_line(example._replace(negatives=negatives, scores=teacher), to)
-        results.append(
-            {
-                "line": line.decode(),
-                "removed": removed | selected.removed,
-                "positive": min(teacher.positives),
-                "negatives": teacher.negatives,
-            }
-        )
-    return results
+        places = list(best.values())
+        passages = [candidates[position] for position in places]
+        yield Candidates(number, example, passages, scores[places], ranking.positives, removed)
+
+
+def rescore(found: Iterable[Candidates], cross_encoder: CrossEncoder) -> Iterator[Candidates]:
+    """Replace all scores by those of a cross-encoder, and sort the candidates by them."""
+    found = iter(found)
+    while group := list(islice(found, RESCORED)):
+        of_queries = [
+            [(each.example.query.text, passage.content) for passage in passages]
+            for each in group
+            for passages in (each.example.positives, each.passages)
+        ]
+        scores = cross_encoder.scores(list(chain.from_iterable(of_queries)))
+        parts = np.split(scores, np.cumsum([len(pairs) for pairs in of_queries])[:-1])
+        for each, of_positives, of_candidates in zip(group, parts[::2], parts[1::2], strict=True):
+            order = np.argsort(-of_candidates, kind="stable")
+            passages = [each.passages[position] for position in order]
+            yield replace(
+                each,
+                passages=passages,
+                scores=of_candidates[order],
+                positive_scores=of_positives,
+            )
 
 
 def mine_all(
@@ -110,16 +158,19 @@ def mine_all(
 ) -> Iterator[Mined]:
     """Yield all mined examples in order. W processes divide each chunk; each yields all."""
     total = len(queries.examples)
-    with tqdm(total=total, desc="mining", unit="query", disable=None) as bar:
+    with progress_bar(total, "mining", "queries") as bar:
         for start in range(0, total, CHUNK):
             size = min(CHUNK, total - start)
             first, last = (
                 start + size * rank // group.world for rank in (group.rank, group.rank + 1)
             )
-            own = mine_part(queries, retriever, settings, to, cross_encoder, first, last)
+            own = []
+            for mined in mine_part(queries, retriever, settings, to, cross_encoder, first, last):
+                own.append(mined)
+                bar.update(group.world)  # the other processes are about as far
             for part in group.gather_bytes(json.dumps(own).encode()):
                 yield from json.loads(part)
-            bar.update(size)
+            bar.update(start + size - bar.n)
 
 
 def write_mined(

@@ -169,14 +169,15 @@ class CrossEncoder:
             if self._model.num_labels != 1:
                 raise ValueError(f"it has {self._model.num_labels} outputs, not one")
 
-    def scores(self, query: str, passages: list[str]) -> np.ndarray:
-        """Return the scores of n passages for one query, (n,) float32.
+    def scores(self, pairs: list[tuple[str, str]]) -> np.ndarray:
+        """Return the scores of n pairs of query and passage, (n,) float32.
 
         Raises InputError if a score is not finite.
         """
-        pairs = [(query, passage) for passage in passages]
         scores = self._model.predict(pairs, batch_size=self._batch_size, show_progress_bar=False)
         scores = np.asarray(scores, dtype=np.float32).reshape(len(pairs))
-        if not np.isfinite(scores).all():
+        finite = np.isfinite(scores)
+        if not finite.all():
+            query = pairs[int(finite.argmin())][0]
             raise InputError(f"{self._name}: a score for the query {query[:80]!r} is not finite")
         return scores

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import regex
 from datasets import Dataset, concatenate_datasets
-from tqdm.auto import tqdm
 
 from contaccum.config import ENCODER_SETTINGS
 from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
@@ -44,6 +43,7 @@ from contaccum.retrieval.runs import (
 from contaccum.retrieval.shards import Shards
 from contaccum.runtime.checks import refuse_other_file
 from contaccum.runtime.processes import ALONE, Processes
+from contaccum.runtime.progress import progress_bar
 
 if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
@@ -286,7 +286,7 @@ class BM25(Retriever):
     def rank(
         self, queries: Mapping[str, str], k: int, positives: Sequence[Sequence[int]] = ()
     ) -> Iterator[Ranking]:
-        bar = tqdm(queries.values(), desc="BM25", unit="query", disable=None, leave=False)
+        bar = progress_bar(len(queries), "searching", "queries", queries.values())
         for number, query in enumerate(bar):
             scores = np.zeros(self._count, dtype=np.float32)
             if words := [word for word in words_of(query) if word in self._vocabulary]:
