@@ -80,10 +80,11 @@ def _search(
             return task.output
         passages = look(encoder, task.data, task.query, split=task.split, **shared)
     if task.json:
-        return "\n".join(
+        lines = (
             json.dumps({"rank": rank, **passage._asdict()})
             for rank, passage in enumerate(passages, start=1)
         )
+        return "\n".join(lines) or None
     if not passages:
         return "no passage was found"
     if is_main():

@@ -278,10 +278,10 @@ def convert(
     ``source`` is a BEIR folder or a file of training examples.
 
     split: split to read from a BEIR folder, and name of the split in a new BEIR folder. A
-    conversion from BEIR to BEIR writes the whole corpus and also the other splits; every other
-    conversion writes only the passages of the examples. From BEIR, passages with a grade above 0
-    become positives, and other judged passages become negatives. To BEIR, positives get grade 1
-    and negatives get grade 0, but from BEIR to BEIR the grades are copied.
+    conversion from BEIR to BEIR writes the whole corpus, all queries and also the other splits;
+    every other conversion writes only the queries and passages of the examples. From BEIR, passages
+    with a grade above 0 become positives, and other judged passages become negatives. To BEIR,
+    positives get grade 1 and negatives get grade 0, but from BEIR to BEIR the grades are copied.
     Teacher scores are checked and written, or dropped with a warning if ``to`` has no field for
     teacher scores. splits: shares of the splits train, dev and test of a new BEIR folder, such as
     0.8,0.1,0.1; None: all queries go to ``split``. seed: see ``splits_of_queries``.
@@ -336,12 +336,12 @@ def convert(
     for name, example in zip(split_of, examples, strict=True):
         grades[name] += grades_of([example], found.qrels)
     queries = {record["_id"]: record for record in beir_records(found.queries.select(answerable))}
+    if data.kind == "beir":
+        for key, text in data.queries.items():
+            queries.setdefault(key, {"_id": key, "text": text})
     for name in others:
         qrels = read_grades(qrels_file(data.path, name))
         grades[name] = [(key, *graded) for key in qrels for graded in qrels[key].items()]
-        for key in qrels:
-            if key in data.queries:
-                queries.setdefault(key, {"_id": key, "text": data.queries[key]})
     with whole_folder(target) as folder:
         write_beir_folder(folder, beir_records(found.passages), queries.values(), grades)
     lines = [f"{target}: {counted(len(found.passages), 'passage')}"]

@@ -25,6 +25,7 @@ from contaccum.data.retrieval_set import (
     qrels_file,
     read_grades,
     require_other_ids,
+    splits_of,
     warn_of_own_ids,
 )
 from contaccum.data.train_set import (
@@ -101,7 +102,10 @@ class RetrievalDataset:
 
     @cached_property
     def queries(self) -> dict[str, str]:
-        """Query id -> text, from a BEIR folder or a file of queries."""
+        """Query id -> text, from a BEIR folder, a file of queries, or training examples."""
+        if self.kind in FORMATS:
+            table = self.examples().queries
+            return dict(zip(table["id"], table["text"], strict=True))
         return read_query_texts(queries_file(self.path), self.policy.repair)
 
     @cached_property
@@ -137,6 +141,20 @@ class RetrievalDataset:
             warnings.warn(
                 f"{judged.unknown_judgements()}; such passages count as not found", stacklevel=3
             )
+        return judged
+
+    @cached_property
+    def search_set(self) -> RetrievalSet:
+        """Corpus and queries of a search, which needs no positives.
+
+        The queries are those that the split judges, or all queries of a BEIR folder without qrels.
+        """
+        if self.kind != "beir":
+            return self.retrieval_set
+        if not splits_of(self.path):
+            return RetrievalSet(self.corpus, self.queries, {})
+        judged = judged_split(self.path, self.split, self.policy)
+        warn_of_own_ids(self.path, judged.qrels)
         return judged
 
     @cached_property

@@ -55,8 +55,8 @@ def token_string(text: str) -> str:
 def contains(text: str, pattern: str, question_id: str) -> bool:
     """Return whether an answer that is a regular expression matches a text.
 
-    An empty answer and an invalid pattern match nothing, as in DPR. Raises InputError if the search
-    takes longer than ``SECONDS_PER_MATCH``.
+    An invalid pattern matches nothing, as in DPR. Unlike in DPR, an empty one matches nothing
+    either. Raises InputError if the search takes longer than ``SECONDS_PER_MATCH``.
     """
     try:
         expression = regex.compile(normalize("NFD", pattern), _FLAGS)

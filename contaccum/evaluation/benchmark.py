@@ -44,7 +44,8 @@ class BenchmarkSet(NamedTuple):
 def benchmark_sets(data: str, split: str) -> list[BenchmarkSet]:
     """Return the data sets that ``data`` names.
 
-    data: ``beir``, ``nanobeir``, or names and folders separated by commas. Spaces around a name and
+    data: ``beir``, ``nanobeir``, or names and folders separated by commas. A folder comes before a
+    public data set or benchmark of its name. Spaces around a name and
     empty names are ignored, as in ``scifact, nfcorpus,``. A name with columns, such as
     ``hub:owner/name?query=q&pos=p&neg=a,b``, stands alone, because its commas separate columns.
     """
@@ -52,10 +53,11 @@ def benchmark_sets(data: str, split: str) -> list[BenchmarkSet]:
         return [BenchmarkSet(data, split, data)]
     splits: dict[str, str] = {}  # name of a data set -> its split
     for name in filter(None, map(str.strip, data.split(","))):
-        splits |= FAMILIES.get(name, {name: split})
+        family = None if os.path.exists(name) else FAMILIES.get(name)
+        splits |= family or {name: split}
     sets = []
     for name, name_split in splits.items():
-        if name == "cqadupstack" and len(splits) > 1:
+        if name == "cqadupstack" and not os.path.exists(name):
             sets += [BenchmarkSet(f"{name}/{forum}", name_split, name) for forum in FORUMS]
         else:
             sets.append(BenchmarkSet(name, name_split, name))

@@ -78,10 +78,8 @@ def evaluate(
     own = retrieval_set.skips_own_id
     retriever = Retriever.open(model, retrieval_set.corpus, settings, group)  # encodes the corpus
     about |= {
-        "precision": retriever.precision,
         "test_content": retrieval_set.fingerprint(),
         "relevance_level": relevance_level,
-        "own_ids": False,
     }
     if retriever.precision:  # bm25 has neither vectors nor an index
         about |= index_settings(settings)
@@ -93,6 +91,7 @@ def evaluate(
         relevance_level=relevance_level,
         ignore_identical_ids=own,
     )
+    metrics |= {"own_ids": False, "precision": retriever.precision}
     return save_metrics(metrics, output if group.is_main else None, about)
 
 

@@ -42,6 +42,7 @@ class Metrics(_Means, total=False):
     not judged)."""
     positives: str  # hash of the positives, see ``hash_of_positives``
     own_ids: bool  # whether passages with the id of their query count, and there are some
+    precision: str | None  # of the encoder; None: there is none
 
 
 def hash_of_positives(qrels: Mapping[str, Mapping[str, int]]) -> str:

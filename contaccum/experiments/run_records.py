@@ -5,6 +5,7 @@ import os
 import re
 import statistics
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -280,14 +281,13 @@ def group_runs(runs: list[RunRecord], labels: Mapping[Path, str] | None = None) 
                 break
         else:
             groups.append(RunGroup(label, settings, [run]))
-    used_labels: set[str] = set()
     for group in groups:
-        first = group.runs[0]
-        if len(group.runs) == 1 and first.folder not in labels:
-            group.label = first.name
-        if group.label in used_labels:
-            group.label += f" ({first.folder})"
-        used_labels.add(group.label)
+        if len(group.runs) == 1 and group.runs[0].folder not in labels:
+            group.label = group.runs[0].name
+    uses = Counter(group.label for group in groups)
+    for group in groups:
+        if uses[group.label] > 1:
+            group.label += f" ({group.runs[0].folder})"
     return groups
 
 

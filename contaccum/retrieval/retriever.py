@@ -19,7 +19,6 @@ from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.config.declare import PositiveInt
 from contaccum.config.load import converted
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
-from contaccum.data.retrieval_set import RetrievalSet, splits_of
 from contaccum.data.tables import column_batches
 from contaccum.data.texts import passage_table, texts_by_id
 from contaccum.errors import InputError
@@ -95,9 +94,9 @@ class Retriever(ABC):
         list of texts (their ids are 0, 1, ...), the path or the name of a data set, a pandas Series
         of texts by its index, or a ``datasets.Dataset`` or pandas DataFrame with the columns id (or
         _id), text and optionally title. A number as an id becomes a text. group: processes of this
-        search. They divide the corpus among themselves, must all search for the same queries, and
-        each gets the complete run. extra: positives of the queries that are not in the corpus.
-        ``rank`` returns their scores, but they are never found.
+        search. With an encoder, they divide the corpus among themselves. All must search for the
+        same queries, and each gets the complete run. extra: positives of the queries that are not
+        in the corpus. ``rank`` returns their scores, but they are never found.
 
         Raises InputError if a value is no text, or if two ids are equal.
         """
@@ -123,7 +122,8 @@ class Retriever(ABC):
     ) -> Run:
         """Return the k best passages for each query, or fewer if the search finds fewer.
 
-        Passages with equal scores are in the order of the corpus. queries: query id -> text, a list
+        Passages with equal scores are in the order of the corpus, except in an approximate index.
+        queries: query id -> text, a list
         of texts (their ids are 0, 1, ...), or another form of ``corpus`` in ``open``.
         ignore_identical_ids: leave out a passage whose id equals the id of the query, as BEIR does.
         """
@@ -355,11 +355,7 @@ def search(
     """
     refuse_other_file(output, "run")
     with group.main_first():
-        dataset = open_dataset(data, split, policy)
-        if dataset.kind == "beir" and not splits_of(dataset.path):
-            judged = RetrievalSet(dataset.corpus, dataset.queries, {})
-        else:
-            judged = dataset.retrieval_set
+        judged = open_dataset(data, split, policy).search_set
     if output is not None:  # encoding may take hours
         ids = (batch["id"] for batch in column_batches(judged.corpus, ["id"]))
         require_run_ids(output, chain(judged.queries, chain.from_iterable(ids)))

@@ -161,8 +161,8 @@ def render_passages(
 def best_part(text: str, words: re.Pattern[str]) -> str:
     """Return the part of a text with the most different words of the query.
 
-    The part has at most 200 characters. The first such part is taken, and "…" shows what is
-    missing.
+    The part has at most 200 characters, without the "…" that shows what is missing. The first such
+    part is taken.
     """
     length = 200
     if len(text) <= length:

@@ -72,7 +72,7 @@ def refuse_other_file(
     if not os.path.getsize(output):
         return
     try:
-        with (gzip.open if str(output).endswith(".gz") else open)(output, "rb") as file:
+        with (gzip.open if str(output).lower().endswith(".gz") else open)(output, "rb") as file:
             start = file.readline(4096)
             cells = start.split()
             if kind == "run":

@@ -10,6 +10,7 @@ from tiny_data import beir, context, dpr, lines, write
 
 from contaccum.config import DataPolicy
 from contaccum.data.commands import convert
+from contaccum.data.dataset import open_dataset
 from contaccum.errors import InputError
 from contaccum.evaluation.evaluate import evaluate
 from contaccum.formats.readers import numbered_examples
@@ -79,8 +80,8 @@ def test_beir_to_beir_keeps_the_whole_corpus_and_split_name(tmp_path):
 
 def test_beir_to_beir_keeps_the_other_splits(tmp_path):
     """Also when train is divided: q3 is only in test, q2 in both."""
-    source = beir(tmp_path / "s", queries=4)
-    beir(source, "q2\tp0\t2\nq3\tp1\t1\nq3\tp2\t0\n", "test", queries=4)
+    source = beir(tmp_path / "s", queries=5)  # nothing judges q4
+    beir(source, "q2\tp0\t2\nq3\tp1\t1\nq3\tp2\t0\n", "test", queries=5)
     hidden = write(source / "qrels" / "hidden.tsv", "q1\tp3\t0\nq9\tp1\t0\n")  # without positives
     said = convert(source, tmp_path / "copy", "beir")
     assert said.splitlines()[-2:] == [
@@ -93,6 +94,7 @@ def test_beir_to_beir_keeps_the_other_splits(tmp_path):
     for folder in (tmp_path / "copy", tmp_path / "divided"):
         found = open_retrieval_set(folder, "test")
         assert (found.queries, found.qrels) == (expected.queries, expected.qrels)
+        assert open_dataset(folder).queries.keys() == {f"q{number}" for number in range(5)}
     parts = [meaning(tmp_path / "divided", split) for split in ("train", "dev")]
     assert all(parts)
     assert parts[0] | parts[1] == meaning(source)

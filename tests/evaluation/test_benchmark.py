@@ -200,6 +200,9 @@ def test_nanobeir_and_lists_are_taken_apart(tmp_path, monkeypatch):
     for folder in ("a/data", "b/data"):
         (tmp_path / folder).mkdir(parents=True)
     assert [part.row for part in benchmark_sets("a/data,b/data", "test")] == ["a/data", "b/data"]
+    assert len(benchmark_sets("cqadupstack", "test")) == 12
+    (tmp_path / "beir").mkdir()  # a folder comes before a benchmark of its name
+    assert [part.data for part in benchmark_sets("beir,a/data", "test")] == ["beir", "a/data"]
     (tmp_path / "with,comma").mkdir()
     assert len(benchmark_sets("with,comma", "test")) == 1
     mapped = "hub:o/n?query=q&pos=p&neg=a,b"  # a and b are columns

@@ -12,6 +12,7 @@ from contaccum import evaluate, evaluate_run_file, search
 from contaccum.config import to_yaml
 from contaccum.config.commands import SearchConfig
 from contaccum.errors import InputError, install_command
+from contaccum.evaluation.benchmark import evaluate_benchmark
 from contaccum.evaluation.significance import compare
 from contaccum.experiments.report import (
     about_seeds,
@@ -22,6 +23,7 @@ from contaccum.experiments.report import (
     verdict,
 )
 from contaccum.experiments.run_records import differences, group_runs, load_run_record
+from contaccum.runtime.files import read_json, write_json
 
 
 def folder(
@@ -116,6 +118,8 @@ def test_console_shows_the_best_run_first(tmp_path):
 
 def test_runs_with_different_tests_cause_a_warning(tmp_path, recwarn):
     data, encoder = write_beir(tmp_path / "data"), tiny_encoder()
+    encoder_folder = tmp_path / "encoder"
+    encoder.save(encoder_folder)
     qrels, trec = data / "qrels" / "train.tsv", tmp_path / "run.trec"
     qrels.write_text(qrels.read_text().replace("\t1\n", "\t2\n", 1))
 
@@ -132,6 +136,10 @@ def test_runs_with_different_tests_cause_a_warning(tmp_path, recwarn):
     index = scored("index", settings=SearchConfig(factory="IVF2,Flat"))
     search(encoder, data, "train", output=trec)
     same_run = scored_run("same_run")
+    evaluate_benchmark(encoder_folder, str(data), "train", output=tmp_path / "sets")
+    (of_benchmark,) = map(str, (tmp_path / "sets").glob("*data.json"))
+    own = read_json(Path(same_run)) | {"own_ids": True}
+    write_json(tmp_path / "own", own)
     qrels.write_text(qrels.read_text().replace("\t0\n", "\t1\n"))
     judged = scored_run("judged")
     with (data / "corpus.jsonl").open("a") as corpus:
@@ -146,8 +154,10 @@ def test_runs_with_different_tests_cause_a_warning(tmp_path, recwarn):
     ):
         with pytest.warns(UserWarning, match=f"first and {other} were evaluated {said}"):
             console_report([first, other], "ndcg@10")
+    with pytest.warns(UserWarning, match="evaluated with and without the passages that have the"):
+        console_report([of_benchmark, str(tmp_path / "own")], "ndcg@10")
     recwarn.clear()
-    for other in (same, same_run):  # negative controls
+    for other in (same, same_run, of_benchmark):  # negative controls
         console_report([first, other], "ndcg@10")
     assert not recwarn.list
 
@@ -236,6 +246,14 @@ def test_runs_that_differ_only_in_the_seed_form_one_group(tmp_path):
     ]  # fmt: skip
     again = group_runs([*groups[2].runs, groups[2].runs[0]])  # a repeated seed is no second seed
     assert [len(group.runs) for group in again] == [2, 1]
+
+
+def test_runs_of_one_name_are_shown_with_their_paths(tmp_path):
+    files = [tmp_path / model / "scifact.json" for model in ("base", "tuned")]
+    for file in files:
+        write_json(file, {"mean": {"ndcg@10": 0.5}})
+    groups = group_runs([load_run_record(file) for file in files])
+    assert [group.label for group in groups] == [f"scifact.json ({file})" for file in files]
 
 
 def test_a_setting_without_a_value_is_not_shown_as_a_difference(tmp_path):

@@ -340,6 +340,15 @@ def test_a_file_of_queries_is_encoded_as_queries_unless_told_otherwise(kind, is_
     np.testing.assert_array_equal(all_rows(ShardFolder(tmp_path / "loaded"))[1], vectors)
 
 
+def test_the_queries_of_training_examples_are_encoded(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"query": "red fox", "pos": ["a dog"], "neg": []}\n')
+    encoder = tiny_encoder()
+    encode(encoder, file, tmp_path / "e", kind="query")
+    _, vectors = all_rows(ShardFolder(tmp_path / "e"))
+    np.testing.assert_array_equal(vectors, encoder.encode_queries(["red fox"]))
+
+
 def test_an_index_error_in_a_shard_is_not_the_end_of_the_corpus(tmp_path, monkeypatch):
     encode_texts(WordEncoder(), passages(), tmp_path / "e", shard_size=10)
     monkeypatch.setattr("contaccum.retrieval.shards.damage", lambda *_: [][0])

@@ -71,6 +71,13 @@ def test_ids_with_white_space_are_refused_and_no_file_is_left(tmp_path, run):
         search(tmp_path / "none", tmp_path / "data", "train", output=tmp_path / "run")
 
 
+def test_a_judged_query_without_a_positive_is_searched_for(tmp_path):
+    folder = write_beir(tmp_path / "data")
+    with (folder / "qrels" / "test.tsv").open("a") as file:
+        file.write("q39\tp1\t0\n")
+    assert len(search("bm25", folder, k=1)) == 11
+
+
 def test_all_queries_of_a_folder_without_qrels_are_searched_for(tmp_path):
     folder = write_beir(tmp_path / "data")
     shutil.rmtree(folder / "qrels")
