@@ -12,6 +12,14 @@ from contaccum.errors import InputError
 
 __all__ = ["DataPolicy", "EncoderConfig"]
 
+TextKind = Literal["passage", "query"]
+TrainingKind = Literal["jsonl", "dpr", "tevatron"]
+Form = Literal["beir", TrainingKind]
+VectorType = Literal["float16", "float32"]
+ShardFormat = Literal["npy", "parquet"]
+Evaluator = Literal["contaccum", "beir"]
+Match = Literal["string", "regex"]
+
 
 @dataclass(frozen=True)
 class SearchConfig:
@@ -67,14 +75,14 @@ class EncodeConfig:
     passages."""
     output: str = setting(metavar="PATH")
     """Folder for the shards."""
-    kind: Literal["passage", "query"] | None = None
+    kind: TextKind | None = None
     """Kind of the texts to encode. Default: query for a file of queries, such as queries.jsonl,
     else passage."""
     shard_size: PositiveInt = 50_000
     """Number of texts in one shard."""
-    dtype: Literal["float16", "float32"] = "float32"
+    dtype: VectorType = "float32"
     """Data type of the vectors on disk."""
-    format: Literal["npy", "parquet"] = "npy"
+    format: ShardFormat = "npy"
     """Format of the shards. `npy`: memory-mapped vectors, and a JSON list of ids. `parquet`: one
     file with the columns `id` and `embedding`, which databases and data frame libraries can read.
     contaccum can search both."""
@@ -129,7 +137,7 @@ class EvaluateConfig:
     relevance_level: int = 1
     """Lowest grade that counts as relevant in map, recall, precision and mrr. Use 2 for TREC Deep
     Learning. ndcg uses all grades."""
-    evaluator: Literal["contaccum", "beir"] = "contaccum"
+    evaluator: Evaluator = "contaccum"
     """Code that evaluates --data. `contaccum` is this package. `beir` is the loader, exact search
     and metrics of the BEIR package. It needs the extra `beir`, a BEIR folder and one process. Of
     the options for search and data, it accepts only --batch_tokens."""
@@ -138,7 +146,7 @@ class EvaluateConfig:
     passages: str | None = setting(None, metavar="DATA")
     """Passages for --questions: a DPR passages file (id, tab, text, tab, title), or any other
     corpus."""
-    match: Literal["string", "regex"] = "string"
+    match: Match = "string"
     """How to find answers in passages: as plain text (`string`), or as regular expressions
     (`regex`)."""
     run: str | None = setting(None, metavar="FILE")
@@ -212,7 +220,7 @@ class MineFilesConfig:
     corpus: str | None = setting(None, metavar="DATA")
     """Corpus in which negatives are searched: BEIR folder, name of a data set, corpus.jsonl file,
     or TSV file of passages. Default: the corpus of --data."""
-    to: Literal["jsonl", "dpr", "tevatron"] = "jsonl"
+    to: TrainingKind = "jsonl"
     """Format of the file to write."""
 
 
@@ -321,7 +329,7 @@ class ConvertConfig:
     """Data set to read, in any format."""
     target: str = setting(positional=True)
     """File or folder to write. It must not exist."""
-    to: Literal["beir", "dpr", "jsonl", "tevatron"] = setting()
+    to: Form = setting()
     """Format to write."""
     split: str = "train"
     """Split to read from a BEIR folder, or to write into one. From BEIR to BEIR, the other splits

@@ -26,7 +26,7 @@ import yaml
 from datasets import Dataset
 
 from contaccum.catalog import unread_splits
-from contaccum.config import DataPolicy
+from contaccum.config.commands import DataPolicy, Form, TrainingKind
 from contaccum.data.corpus import (
     beir_records,
     build_corpus,
@@ -59,7 +59,7 @@ from contaccum.formats.records import (
     without_blanks,
     write_beir_folder,
 )
-from contaccum.formats.training import FORMATS, Form, TrainingKind, example_line, framed
+from contaccum.formats.training import FORMATS, example_line, framed
 from contaccum.runtime.files import sweep, whole_folder
 from contaccum.runtime.progress import progress_bar
 from contaccum.runtime.units import counted

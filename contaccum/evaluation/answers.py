@@ -12,13 +12,12 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 from unicodedata import normalize
 
 import regex
 from datasets import Dataset
 
-from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
+from contaccum.config.commands import DataPolicy, EncoderConfig, Match, SearchConfig
 from contaccum.config.declare import PositiveInt
 from contaccum.config.load import converted
 from contaccum.data.corpus import find_rows
@@ -34,7 +33,6 @@ from contaccum.runtime.processes import ALONE, Processes
 from contaccum.runtime.progress import progress_bar
 
 CUTOFFS = (1, 5, 20, 100)
-Match = Literal["string", "regex"]
 SECONDS_PER_MATCH = 1.0  # maximum time of a pattern on one passage; some patterns would never end
 
 _TOKEN = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")

@@ -11,9 +11,9 @@ from urllib.parse import quote
 
 from contaccum.catalog import NANO
 from contaccum.catalog.download import FORUMS
-from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
+from contaccum.config.commands import DataPolicy, EncoderConfig, Evaluator, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
-from contaccum.evaluation.evaluate import Evaluator, evaluate
+from contaccum.evaluation.evaluate import evaluate
 from contaccum.evaluation.metrics import Metrics, average, read_metrics, shown_metrics
 from contaccum.retrieval.encode import Texts, load_encoder_of
 from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, index_settings

@@ -3,10 +3,10 @@
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from contaccum.config import CUTOFFS
-from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
+from contaccum.config.commands import DataPolicy, EncoderConfig, Evaluator, SearchConfig
 from contaccum.config.declare import PositiveInt
 from contaccum.config.load import converted
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
@@ -22,8 +22,6 @@ from contaccum.runtime.units import counted
 
 if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
-
-Evaluator = Literal["contaccum", "beir"]
 
 
 def evaluate(

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from contaccum.config.commands import TrainingKind
 from contaccum.errors import InputError
 from contaccum.formats.dpr import dpr_corpus, id_text_lines
 from contaccum.formats.json_records import json_records
@@ -30,7 +31,7 @@ from contaccum.formats.records import (
     numbered_lines,
     stop,
 )
-from contaccum.formats.training import FORMATS, TrainingKind
+from contaccum.formats.training import FORMATS
 from contaccum.runtime.units import counted
 
 Kind = Literal["beir", "dpr", "jsonl", "tevatron", "corpus", "queries", "questions"]

@@ -5,11 +5,12 @@ Each format is one class, whose fields are those of a record. A new format is on
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from contaccum.config.commands import TrainingKind
 from contaccum.formats.records import (
     Example,
     Passage,
@@ -20,8 +21,6 @@ from contaccum.formats.records import (
 )
 from contaccum.runtime.units import counted
 
-TrainingKind = Literal["dpr", "jsonl", "tevatron"]
-Form = Literal["beir", TrainingKind]
 Id = str | int | UnsetType | None  # missing, null and "" are no id
 Scores = list[Annotated[float, msgspec.Meta(ge=-3e38, le=3e38)]]  # they become float32
 

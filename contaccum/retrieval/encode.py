@@ -15,13 +15,13 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from datasets import Dataset
 
-from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
+from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig, TextKind
 from contaccum.config.load import converted
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.train_set import TrainSet
@@ -423,7 +423,7 @@ def encode(
         raise InputError(
             f"text needs format parquet, but format is {format}; npy shards have no texts"
         )
-    converted(Literal["passage", "query"] | None, kind, "kind")
+    converted(TextKind | None, kind, "kind")
     if isinstance(model, str | Path):
         model = EncoderConfig.of(model)
     for each in (source, getattr(model, "model", "")):

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from contaccum.config.commands import DataPolicy, EncoderConfig, MineConfig, SearchConfig
+from contaccum.config.commands import (
+    DataPolicy,
+    EncoderConfig,
+    MineConfig,
+    SearchConfig,
+    TrainingKind,
+)
 from contaccum.config.load import converted
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.identity import text_hash
@@ -29,7 +35,7 @@ from contaccum.formats.records import (
     whole_records,
     without_blanks,
 )
-from contaccum.formats.training import TrainingKind, example_line, framed
+from contaccum.formats.training import example_line, framed
 from contaccum.retrieval.encode import Texts, load_encoder_of, passage_vectors
 from contaccum.retrieval.negatives import CrossEncoder, MiningQueries, select_negatives
 from contaccum.retrieval.retriever import BM25_NAME, DEFAULTS, Retriever, index_settings

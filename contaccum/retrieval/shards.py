@@ -19,6 +19,9 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
+from contaccum.config.commands import ShardFormat, VectorType
+from contaccum.config.declare import PositiveInt
+from contaccum.config.load import converted
 from contaccum.errors import InputError
 from contaccum.runtime.cache import file_key
 from contaccum.runtime.files import read_json, sha256_of, whole_file, write_json, write_text
@@ -27,7 +30,6 @@ from contaccum.runtime.units import counted
 
 VERSION = 1
 MANIFEST = "manifest.json"
-DTYPES = ("float16", "float32")
 BLOCK = 65_536  # number of rows that are searched or added to an index at a time
 EXTENSIONS = {"npy": ("npy", "ids.json"), "parquet": ("parquet",)}
 """Format -> extensions of the files of a shard. The first file has the vectors."""
@@ -63,13 +65,9 @@ class EncodingJob:
 
     def __post_init__(self) -> None:
         """Raise InputError for an unknown dtype or format, or a shard size below 1."""
-        if self.shard_size < 1:
-            raise InputError(f"shard_size is {self.shard_size}, expected at least 1")
-        if self.dtype not in DTYPES or self.format not in EXTENSIONS:
-            raise InputError(
-                f"dtype is {self.dtype!r} and format is {self.format!r}; expected "
-                f"{' or '.join(DTYPES)}, and {' or '.join(EXTENSIONS)}"
-            )
+        converted(PositiveInt, self.shard_size, "shard_size")
+        converted(VectorType, self.dtype, "dtype")
+        converted(ShardFormat, self.format, "format")
 
     @property
     def count(self) -> int:

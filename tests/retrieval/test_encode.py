@@ -216,7 +216,7 @@ def test_each_file_is_hashed_once_in_a_process(tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"kind": "passages"}, "kind is 'passages', expected {passage,query}; did you mean passag"),
-        ({"shard_size": -1}, "shard_size is -1, expected at least 1"),
+        ({"shard_size": -1}, "shard_size is -1, expected `int` >= 1"),
     ],
 )
 def test_wrong_options_of_encode_are_refused(options, message, tmp_path):
