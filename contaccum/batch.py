@@ -147,8 +147,8 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens, including padding."""
-        return self.queries.count(padded=True) + self.passages.count(padded=True)
+        """Number of tokens, without padding."""
+        return self.queries.count(padded=False) + self.passages.count(padded=False)
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy whose texts are on ``device``.

@@ -45,9 +45,9 @@ from contaccum.experiments.settings import (
 from contaccum.experiments.tuning import (
     Tuned,
     limited,
-    measured_step,
     parse_budget,
     rung_shares,
+    step_price,
     tune,
     tuning_section,
 )
@@ -62,7 +62,7 @@ FULL = Fraction(1)
 COST_OF_A_PASS = (
     "data.hard_negatives", "loss.guide", "lora.rank", "model.gradient_checkpointing", "model.name",
     "model.passage_name", "model.quantize", "model.max_query_length", "model.max_passage_length",
-    "model.tiny_layers", "model.tiny_width", "run.precision",
+    "model.tiny_layers", "model.tiny_width", "optim.name", "run.precision",
 )  # fmt: skip
 Configure = Callable[[Mapping[str, str]], TrainConfig]
 """Function that returns the config with changed settings. Its argument maps names of settings to
@@ -140,6 +140,7 @@ class Study:
         self._check_steps()
         if self.budget and not self.budget.in_seconds:
             self._warn_of_unequal_passes()
+        self._warn_of_other_dropout()
         # BM25 has one evaluation, the untrained encoder one for each value that affects it
         baselines = "" if options.baselines == "none" else options.baselines
         names = read_names("--baselines", baselines, BASELINES)
@@ -192,6 +193,21 @@ class Study:
                 f"--budget {self.options.budget} counts forward passes of a pair, which do not "
                 f"cost the same if {', '.join(differ)} differs between the runs; a budget in "
                 "seconds is fair",
+                stacklevel=3,
+            )
+
+    def _warn_of_other_dropout(self) -> None:
+        """Warn if only some of the runs train without dropout because of partial replay."""
+        partial = [config for config in self.configs if config.replay_share < 1]
+        with_dropout = [
+            config
+            for config in self.configs
+            if config.replay_share == 1 and config.model.dropout != 0
+        ]
+        if partial and with_dropout:
+            warnings.warn(
+                "partial replay trains without dropout, and the other runs with the encoder's; set "
+                "model.dropout 0 to compare only the methods",
                 stacklevel=3,
             )
 
@@ -344,10 +360,8 @@ class Study:
     ) -> Job:
         """Plan a run. share: share of the full budget. test: None for a run of tuning."""
         config = self.config(variant.changes(candidate))
-        seconds = None
-        if self.budget is not None and self.budget.in_seconds:
-            seconds = measured_step(config, self.output)
-        config = replace(limited(config, self.budget, share, seconds), seed=seed)
+        price = step_price(config, self.budget, self.output) if self.budget else 0.0
+        config = replace(limited(config, self.budget, share, price), seed=seed)
         name = f"{named(variant.label, candidate)}-seed{seed}"
         if share < 1:
             name += f"-{share.numerator}of{share.denominator}"

@@ -40,6 +40,7 @@ from contaccum.runtime.processes import encoding_device
 from contaccum.runtime.progress import LINE_SECONDS
 from contaccum.runtime.units import counted
 from contaccum.training.loop import Training, train
+from contaccum.training.messages import NOTE
 from contaccum.training.parts import build_encoder
 from contaccum.training.run_folder import (
     DEV_METRICS_FILE,
@@ -199,10 +200,19 @@ class Worker(NamedTuple):
         return (self.lines() or [empty])[-1].removeprefix("contaccum: ")
 
     def warnings(self) -> list[str]:
-        """Return the warnings of this package, in their order."""
+        """Return the warnings of this package and the notes on doubtful settings, in their order.
+
+        Both concern the results of the run.
+        """
         package = str(Path(__file__).parents[1])
-        parts = [line.partition(" UserWarning: ") for line in self.lines()]
-        return [text for place, _, text in parts if text and place.startswith(package)]
+        found = []
+        for line in self.lines():
+            place, _, text = line.partition(" UserWarning: ")
+            if text and place.startswith(package):
+                found.append(text)
+            elif line.startswith(NOTE):
+                found.append(line.removeprefix(NOTE))
+        return found
 
 
 def start(job: Job, environment: dict[str, str]) -> Worker:

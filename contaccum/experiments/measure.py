@@ -1,6 +1,6 @@
 """Measure training steps of one method in a new process: peak memory and time.
 
-``measure_method`` and ``measure_step`` start ``python -m contaccum.experiments.measure``. This
+``measure_method`` and ``measure_cost`` start ``python -m contaccum.experiments.measure``. This
 process reads a config as JSON from stdin, takes training steps, and writes the answer as JSON to
 stdout. Each method needs a process of its own, because memory that one method freed would change
 the measurements of the next.
@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -27,6 +27,7 @@ from contaccum.data.train_set import TrainSet, subset
 from contaccum.errors import InputError
 from contaccum.methods import METHODS
 from contaccum.methods.bank import Bank
+from contaccum.methods.grad_cache import kept_passes
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.prefetch import prefetch
 from contaccum.runtime.processes import encoding_device
@@ -39,6 +40,7 @@ PEAK_STEPS = 4  # steps whose peak memory is measured; on a CPU, the peak grows 
 # micro-batches of a measured step; the second one also needs memory for the gradients of the first
 MICRO_BATCHES = 2
 TIMED_MICRO_BATCHES = 8  # most micro-batches of a timed step; the time of more is extrapolated
+PARTITIONS = 16  # number of steps whose passes are counted
 REPEATS = 3  # number of timed steps, of which the median is used
 USABLE = 0.8  # share of a machine's free memory that a measurement may use
 LONGEST_OF = 100_000  # number of training pairs among which the longest are looked for
@@ -62,18 +64,21 @@ def measure_method(config: TrainConfig, budget: int) -> Measurement:
 
     Raises InputError if the config or the data is wrong, or the process was killed.
     """
-    return Measurement(**_in_new_process(config, budget))
+    return Measurement(**_in_new_process(config, budget=budget))
 
 
-def measure_step(config: TrainConfig) -> float:
-    """Return the median seconds of an optimizer step with ``config``."""
-    return float(_in_new_process(config, None)["step"])
+Unit = Literal["seconds", "passes"]
 
 
-def _in_new_process(config: TrainConfig, budget: int | None) -> dict[str, Any]:
+def measure_cost(config: TrainConfig, unit: Unit) -> float:
+    """Return the median seconds of an optimizer step, or its mean forward passes of a pair."""
+    return float(_in_new_process(config, unit=unit)["cost"])
+
+
+def _in_new_process(config: TrainConfig, **job: Any) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "contaccum.experiments.measure"],
-        input=json.dumps({"config": asdict(config), "budget": budget}),
+        input=json.dumps({"config": asdict(config), **job}),
         stdout=subprocess.PIPE,
         text=True,
         encoding="utf-8",
@@ -97,10 +102,12 @@ def main() -> int:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout carries only the answer
             probe = Probe(from_mapping(job["config"]))
-            if job["budget"] is None:
-                answer: dict[str, Any] = {"step": probe.step_seconds(probe.config)}
-            else:
+            if "budget" in job:
                 answer = asdict(probe.measure(job["budget"]))
+            elif job["unit"] == "passes":
+                answer = {"cost": probe.step_passes()}
+            else:
+                answer = {"cost": probe.step_seconds(probe.config)}
     except (InputError, OSError) as error:  # OSError: a full or read-only disk
         print(json.dumps({"error": str(error)}))
         return InputError.exit_code
@@ -125,7 +132,7 @@ class Probe:
     """Encoder, engine and data to measure training steps of different sizes in this process."""
 
     def __init__(self, config: TrainConfig) -> None:
-        config = automatic.choose_precision(config)
+        config = automatic.choose_before_loading(config)
         train_set = load_training(config.data, config.distils)
         self.pairs, self.passages = len(train_set.queries), len(train_set.passages)
         n = config.batch.global_batch_size
@@ -259,6 +266,20 @@ class Probe:
             flush=True,
         )
         return seconds
+
+    def step_passes(self) -> float:
+        """Return the mean forward passes of a pair in a step of grad_cache or cont_cache.
+
+        Nothing is encoded: the lengths of the texts decide which passes keep their graph.
+        """
+        batches = parts.build_batches(self.config, self.engine, self.encoder, self.random_pairs)
+        shares = []  # of the tokens that are encoded once
+        for step in range(PARTITIONS):
+            texts = self.engine.texts(batches.step(step))
+            tokens = [each.texts.count(padded=False) for each in texts.passes]
+            kept = kept_passes(self.engine, texts)
+            shares.append(sum(tokens[len(tokens) - kept :]) / sum(tokens))
+        return self.config.batch.global_batch_size * (4 - statistics.mean(shares))
 
     def sized(self, size: int, micro_batches: int) -> TrainConfig:
         """Return the config with at most ``micro_batches`` micro-batches of ``size`` pairs."""

@@ -8,7 +8,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from contaccum.config import METHOD_SPECS
 from contaccum.errors import InputError
 from contaccum.experiments.changed_queries import changed_queries
 from contaccum.experiments.page import Section, Table, draw_all, html, legend, number, text
@@ -258,20 +257,16 @@ def cost_of(group: RunGroup) -> dict[str, int]:
     """
     if group.method is None:
         return {}
-    size, share = group.setting("batch.global_batch_size"), group.setting("replay.share")
+    size = group.setting("batch.global_batch_size")
     steps = statistics.mean(
         max((line["step"] for line in run.steps), default=0) for run in group.runs
     )
-    by_tokens = group.setting("batch.micro_batch_tokens") is not None
-    micro_batch_size = None if by_tokens else group.setting("batch.micro_batch_size")
-    if micro_batch_size is not None:  # each process has a micro-batch of this size
-        micro_batch_size *= group.runs[0].environment.get("processes", 1)
-    price = METHOD_SPECS[group.method].cost(size, micro_batch_size, share)
+    of_a_step = [line["passes"] for run in group.runs for line in run.steps]
     return {
         "N": size,
         "steps": round(steps),
         "pairs": round(steps * size),
-        "forward_passes": round(steps * size * price),
+        "forward_passes": round(steps * statistics.mean(of_a_step or [0])),
     }
 
 

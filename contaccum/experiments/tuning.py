@@ -21,12 +21,12 @@ from contaccum.config import TrainConfig, affects
 from contaccum.config.groups import OptimConfig
 from contaccum.config.load import flat
 from contaccum.errors import InputError
-from contaccum.experiments.measure import measure_step
+from contaccum.experiments.measure import Unit, measure_cost
 from contaccum.experiments.page import MISSING, Section, Table, number
 from contaccum.experiments.settings import Values, Variant
 from contaccum.runtime.files import read_json, write_json
 
-TIMES_FILE = "step_times.json"
+COSTS_FILE = "step_costs.json"
 LONGER = 3
 QUARTER = 4
 FINALISTS = 3
@@ -58,20 +58,15 @@ def parse_budget(text: str) -> Budget:
 
 
 def limited(
-    config: TrainConfig, budget: Budget | None, share: Fraction, step_seconds: float | None
+    config: TrainConfig, budget: Budget | None, share: Fraction, price: float = 0.0
 ) -> TrainConfig:
     """Return the config with the steps that fit in the fraction ``share`` of the budget.
 
-    Without a budget, the run takes this fraction of the configured steps or epochs. step_seconds:
-    measured seconds of a step, needed only for a budget in seconds.
+    Without a budget, the run takes this fraction of the configured steps or epochs. price: cost of
+    a step, in the unit of the budget.
     """
     optim = config.optim
     if budget is not None:
-        pairs = config.batch.global_batch_size
-        by_tokens = config.micro_batch_tokens or config.micro_batches_by_memory
-        micro_batch_size = None if by_tokens else config.micro_batch_size(world=1)
-        passes = pairs * config.spec.cost(pairs, micro_batch_size, config.replay_share)
-        price = step_seconds if step_seconds is not None else passes
         cost = budget._replace(amount=Fraction(price))
         allowed = budget._replace(amount=budget.amount * share)
         # limit_denominator removes rounding errors of the price: 1 + 3 * 0.3 is not exactly 1.9
@@ -90,30 +85,41 @@ def limited(
     return replace(config, optim=replace(optim, max_steps=max(1, int(optim.max_steps * share))))
 
 
-def measured_step(config: TrainConfig, folder: Path) -> float:
-    """Return the seconds of an optimizer step with ``config``, measured in a new process.
+def step_price(config: TrainConfig, budget: Budget, folder: Path) -> float:
+    """Return the cost of an optimizer step with ``config``, in the unit of ``budget``."""
+    if budget.in_seconds:
+        return measured_cost(config, "seconds", folder)
+    by_tokens = config.micro_batch_tokens or config.micro_batches_by_memory
+    if by_tokens and config.spec.two_pass and config.replay_share == 1:
+        return measured_cost(config, "passes", folder)
+    pairs, size = config.batch.global_batch_size, config.micro_batch_size(world=1)
+    return pairs * config.spec.cost(pairs, size, config.replay_share)
 
-    A file in ``folder`` keeps the seconds, so that a repeated command plans the same numbers of
-    steps.
+
+def measured_cost(config: TrainConfig, unit: Unit, folder: Path) -> float:
+    """Return the cost of an optimizer step with ``config``, measured in a new process.
+
+    A file in ``folder`` keeps it, so that a repeated command plans the same numbers of steps.
     """
-    file = folder / TIMES_FILE
-    seconds = read_json(file, dict[str, float]) if file.is_file() else {}
+    file = folder / COSTS_FILE
+    costs = read_json(file, dict[str, float]) if file.is_file() else {}
     speed = {
         name: value
         for name, value in flat(asdict(config)).items()
         if affects(name, config.method)
         and name not in ("bank.age_decay", "bank.row_weight")
-        and not name.startswith("optim.")
+        and (name == "optim.name" or not name.startswith("optim."))
     }
-    key = repr([config.method, config.run.device, *speed.items()])
-    if key not in seconds:
+    key = repr([unit, config.method, config.run.device, *speed.items()])
+    if key not in costs:
         print(
-            f"measuring a step of {config.method}, N = {config.batch.global_batch_size}",
+            f"measuring the {unit} of a step of {config.method}, "
+            f"N = {config.batch.global_batch_size}",
             file=sys.stderr,
         )
-        seconds[key] = measure_step(config)
-        write_json(file, seconds)
-    return seconds[key]
+        costs[key] = measure_cost(config, unit)
+        write_json(file, costs)
+    return costs[key]
 
 
 def rung_shares(candidates: int, rungs: int | None) -> list[Fraction]:

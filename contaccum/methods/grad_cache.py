@@ -55,17 +55,9 @@ def represent(engine: StepEngine, texts: StepTexts) -> tuple[Tensor, Tensor, lis
     """Compute the embeddings of the step: the first pass, step 1 of the paper.
 
     Returns the queries (N, d) and the passages (N, 1 + H, d) without graph, and the embeddings of
-    the last of ``passes`` with their graph, (t, d) each, so that the second pass does not encode
-    these texts again. There is one such pass, because its graph has the size of a micro-batch; in a
-    step of one micro-batch, all are kept. With partial replay, there is none, because the second
-    pass encodes only a sample of the texts.
+    the last of ``passes`` (see ``kept_passes``) with their graph, (t, d) each.
     """
-    keep = 1
-    if engine.replay_share < 1:
-        keep = 0
-    elif len(texts.pairs) == 1:
-        keep = len(texts.passes)
-    first_kept = len(texts.passes) - keep
+    first_kept = len(texts.passes) - kept_passes(engine, texts)
     without_graph, with_graph = texts.passes[:first_kept], texts.passes[first_kept:]
     if engine.no_grad_group_size > 1 and without_graph:
         # Larger passes. The group size is above 1 only if there is no dropout in them, so no noise
@@ -78,6 +70,17 @@ def represent(engine: StepEngine, texts: StepTexts) -> tuple[Tensor, Tensor, lis
     vectors += [each.detach() for each in kept]
     queries, passages = texts.gather(without_graph + with_graph, vectors)
     return queries, passages, kept
+
+
+def kept_passes(engine: StepEngine, texts: StepTexts) -> int:
+    """Return how many of the last passes keep their graph, so that their texts are encoded once.
+
+    One, because its graph has the size of a micro-batch; in a step of one micro-batch, all. With
+    partial replay, none, because the second pass encodes only a sample of the texts.
+    """
+    if engine.replay_share < 1:
+        return 0
+    return len(texts.passes) if len(texts.pairs) == 1 else 1
 
 
 def cache_gradients(

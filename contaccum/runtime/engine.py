@@ -80,8 +80,8 @@ class Engine(Processes):
         # number of finished optimizer steps; seed and step determine all random numbers
         self.step = 0
         self.before_pass: Callable[[int, bool], None] | None = None
-        """Called before each pass of a training method, with its number of tokens (padding counts)
-        and whether a backward pass follows."""
+        """Called before each pass of a training method, with its number of tokens (without
+        padding) and whether a backward pass follows."""
         # query ids of each micro-batch, and whether its vectors are finite: one flag or one of each
         # pair
         self.finite_flags: list[tuple[list[str], Tensor]] = []
@@ -227,7 +227,7 @@ class Engine(Processes):
         A pass that is encoded twice in a step has the same dropout noise both times.
         """
         for each in passes:
-            with self._pass(each.texts.count(padded=True)):
+            with self._pass(each.texts.count(padded=False)):
                 vectors = self._encode_pass(each, self.step)
             yield vectors
 

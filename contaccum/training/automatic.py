@@ -54,8 +54,18 @@ def with_recorded_choices(config: TrainConfig) -> TrainConfig:
     return replace(config, run=run, model=model, batch=batch)
 
 
-def choose_precision(config: TrainConfig) -> TrainConfig:
-    """Return ``config`` with a precision: bf16 on a GPU that supports it, else fp32."""
+def choose_before_loading(config: TrainConfig) -> TrainConfig:
+    """Return ``config`` with the choices that do not depend on the encoder.
+
+    The precision is bf16 on a GPU that supports it, else fp32. Partial replay has no dropout: new
+    noise in the second pass would be that of another loss.
+    """
+    if config.replay_share < 1:
+        model = config.model
+        dropout, of_attention = model.dropout or 0.0, model.attention_dropout or 0.0
+        config = replace(
+            config, model=replace(model, dropout=dropout, attention_dropout=of_attention)
+        )
     if config.run.precision != "auto":
         return config
     device = encoding_device(config.run.device)
@@ -195,7 +205,7 @@ def choices(config: TrainConfig) -> list[str]:
     lines = []
     device = encoding_device(config.run.device).type
     if config.run.precision == "auto":
-        chosen = choose_precision(config).run.precision
+        chosen = choose_before_loading(config).run.precision
         where = "the GPU supports it" if chosen == "bf16" else f"the device is {device}"
         if device == "cuda" and chosen == "fp32":
             where = "the GPU does not support bf16"

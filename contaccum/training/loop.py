@@ -67,7 +67,7 @@ def train(
             )
         config = replace(config, data=replace(config.data, train=str(pairs_file(pairs))))
     config = replace(config, output_dir=os.path.expanduser(config.output_dir))
-    config = automatic.choose_precision(automatic.with_recorded_choices(config))
+    config = automatic.choose_before_loading(automatic.with_recorded_choices(config))
     run = config.run
     validate(config, process_place()[1])
     refuse_ignored_launch(run.precision)
@@ -190,6 +190,7 @@ class Training:
         # and done so far
         self.step_work = 0.0
         self.work_done = 0
+        self.step_tokens = 0
         engine.before_pass = self.before_pass
         if checkpoint:
             self.resume(checkpoint, optimizer)
@@ -411,6 +412,7 @@ class Training:
             "bank_age_mean": age_mean,
             "bank_age_max": age_max,
             "micro_batches": len(micro_batches),
+            "passes": self.work_done / self.step_tokens * config.batch.global_batch_size,
             "peak_memory": engine.peak_memory(),
         }
 
@@ -468,9 +470,10 @@ class Training:
         """
         config, engine = self.config, self.engine
         pairs = [len(batch.query_ids) for batch in micro_batches]
-        tokens = sum(batch.tokens for batch in micro_batches)
+        self.step_tokens = sum(batch.tokens for batch in micro_batches)
         # the last micro-batch of a two-pass method keeps its graph
-        self.step_work = tokens * config.spec.cost(sum(pairs), pairs[-1], config.replay_share)
+        price = config.spec.cost(sum(pairs), pairs[-1], config.replay_share)
+        self.step_work = self.step_tokens * price
         self.work_done = 0
         if not self.encoder.training:  # after an evaluation; the call visits all modules
             self.encoder.train()

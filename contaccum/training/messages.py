@@ -12,6 +12,8 @@ from contaccum.runtime.units import counted
 from contaccum.training import automatic, parts
 from contaccum.training.run_folder import DEV_METRICS_FILE
 
+NOTE = "note: "
+
 
 def first_lines(
     config: TrainConfig,
@@ -23,37 +25,40 @@ def first_lines(
 ) -> list[str]:
     """Return lines for the start of a run: number of updates, doubtful settings, the encoder.
 
-    total, done: number of optimizer steps of the run, and of those that are finished.
+    Lines about doubtful settings start with NOTE. total, done: number of optimizer steps of the
+    run, and of those that are finished.
     """
     pairs, queries = config.batch.global_batch_size, len(train_set.queries)
     updates = f"{counted(total - done, 'update')} of {counted(pairs, 'pair')}"
     lines = [f"training: {updates} with {config.method}"]
+    doubts = []
     if pairs > queries:
-        lines.append(
+        doubts.append(
             f"batch.global_batch_size is {pairs}, but the training set has only "
             f"{counted(queries, 'query')}, so an update has some of them several times; a smaller "
             "one makes more updates"
         )
     if train_set.unused:
-        lines.append(
+        doubts.append(
             f"the data has hard negatives for {train_set.unused} of {counted(queries, 'query')}; "
             "data.hard_negatives 1 would use them"
         )
     if dev_set and (shared := train_set.shared_queries(dev_set.queries)):
-        lines.append(
+        doubts.append(
             f"{len(shared)} of {counted(len(dev_set.queries), 'dev query')} are also training "
             "queries, so the dev score is too high"
         )
     if config.bank_size() and config.bank.warmup_steps >= total:
-        lines.append(
+        doubts.append(
             f"bank.warmup_steps is {config.bank.warmup_steps}, but the run has only "
             f"{counted(total, 'step')}, so the loss never uses the bank"
         )
     if parts.step_count(config.optim.warmup_steps, total) >= total > 1:
-        lines.append(
+        doubts.append(
             f"optim.warmup_steps is {config.optim.warmup_steps:g}, but the run has only "
             f"{counted(total, 'step')}, so the learning rate hardly reaches optim.learning_rate"
         )
+    lines += [f"{NOTE}{doubt}" for doubt in doubts]
     lines.append(
         f"{config.model.name}: {settings.pooling} pooling, {settings.similarity} similarity, "
         f"{'one encoder' if settings.tie_towers else 'two encoders'}, at most "

@@ -156,8 +156,6 @@ def load_encoder(
 def apply_switches(encoder: DualEncoder, config: TrainConfig) -> None:
     """Apply dropout, attention, padding, quantization and checkpointing settings."""
     encoder.set_dropout(config.model.dropout, config.model.attention_dropout)
-    if config.replay_share < 1:  # new noise in the second pass would be that of another loss
-        encoder.set_dropout(0.0)
     encoder.set_attention(config.model.attention, choose_unpad(config, encoder))
     if config.model.quantize == "4bit":
         encoder.set_compute_dtype(torch_dtype(config.run.precision))

@@ -676,7 +676,7 @@ def test_budget_in_seconds_is_measured_once(study_folder, tmp_path, capsys):
     assert (
         call(capsys, study_folder, *arguments, "--budget", "1s", "--run.eval_steps", 0.25)[0] == 0
     )
-    (seconds,) = read_json(tmp_path / "step_times.json").values()
+    (seconds,) = read_json(tmp_path / "step_costs.json").values()
     (row,) = read_json(tmp_path / "compare.json")["results"]
     assert row["steps"] == int(1 / seconds)
     before = stamps(tmp_path)

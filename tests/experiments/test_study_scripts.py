@@ -18,7 +18,7 @@ from helpers import train_config, write_beir
 from contaccum.cli import main as cli
 from contaccum.config import validate
 from contaccum.experiments.settings import read_settings
-from contaccum.experiments.tuning import limited, parse_budget, rung_shares
+from contaccum.experiments.tuning import limited, parse_budget, rung_shares, step_price
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -131,8 +131,9 @@ def test_study_settings_can_be_trained_in_every_rung(name, budget):
                 **{"batch.micro_batch_size": 8, "optim.max_steps": None},
             )
             validate(config)
+            price = step_price(config, parse_budget(budget), Path("d"))
             shortest = rung_shares(len(row.candidates), None)[0]
-            steps = limited(config, parse_budget(budget), shortest, None).optim.max_steps
+            steps = limited(config, parse_budget(budget), shortest, price).optim.max_steps
             assert steps >= 8
             assert config.bank_size() == 0 or steps > config.bank.warmup_steps
 

@@ -1,11 +1,12 @@
-"""Budgets, successive halving, and settings files of `contaccum compare`, without training."""
+"""Budgets, successive halving, and settings files of `contaccum compare`."""
 
+import statistics
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from helpers import train_config
+from helpers import train_config, write_beir
 
 from contaccum.config import METHOD_SPECS
 from contaccum.errors import InputError
@@ -15,10 +16,14 @@ from contaccum.experiments.tuning import (
     limited,
     parse_budget,
     rung_shares,
+    step_price,
     survivors,
     tune,
     tuning_section,
 )
+from contaccum.runtime.files import read_json
+from contaccum.training.log import read_log
+from contaccum.training.loop import train
 
 FULL = Fraction(1)
 
@@ -39,7 +44,8 @@ def steps(
         **{f"batch.{name}": value for name, value in batch.items()},
     }
     config = train_config(Path("d"), Path("o"), method, **sizes, **{"replay.share": share})
-    limit = limited(config, parse_budget(budget), part, seconds)
+    price = step_price(config, parse_budget(budget), Path("d")) if seconds is None else seconds
+    limit = limited(config, parse_budget(budget), part, price)
     assert limit.optim.max_steps is not None
     return limit.optim.max_steps
 
@@ -63,7 +69,6 @@ def test_other_units_give_the_steps_computed_by_hand():
     assert steps("6144f", "grad_cache", 16) == 102  # 6144 / (16 * 4 - 4) = 102.4
     # 6144 / (16 * 4 - 8) = 109.7
     assert steps("6144f", "grad_cache", 16, micro_batch_size=8) == 109
-    assert steps("6144f", "grad_cache", 16, micro_batch_tokens=512) == 96  # 6144 / (16 * 4)
     assert steps("6144f", "grad_cache", 64, part=Fraction(1, 3)) == 8
     # 1 + 3 * 0.4 is 2.2000000000000002 in floating point
     assert steps("110f", "grad_cache", 5, 0.4) == 10
@@ -86,10 +91,33 @@ def test_wrong_budget_is_refused(text):
 
 def test_without_budget_a_rung_shortens_steps_or_epochs():
     config = train_config(Path("d"), Path("o"))
-    assert limited(config, None, Fraction(1, 3), None).optim.max_steps == 2
+    assert limited(config, None, Fraction(1, 3)).optim.max_steps == 2
     config = replace(config, optim=replace(config.optim, max_steps=None, epochs=6.0))
-    assert limited(config, None, Fraction(1, 3), None).optim.epochs == 2.0
-    assert limited(config, None, FULL, None) == config
+    assert limited(config, None, Fraction(1, 3)).optim.epochs == 2.0
+    assert limited(config, None, FULL) == config
+
+
+@pytest.mark.parametrize("method", ["grad_cache", "cont_cache"])
+@pytest.mark.parametrize("tokens", [40, 100_000])
+def test_passes_of_micro_batches_by_tokens_are_measured(method, tokens, tmp_path):
+    """They are those that training makes: a step of one micro-batch encodes its texts once."""
+    sizes = {
+        "batch.micro_batch_size": "auto",
+        "batch.micro_batch_tokens": tokens,
+        "batch.global_batch_size": 8,
+        "optim.max_steps": 15,
+    }
+    config = train_config(write_beir(tmp_path / "data"), tmp_path / "run", method, **sizes)
+    budget = parse_budget("100f")
+    found = step_price(config, budget, tmp_path)
+    train(config)
+    made = statistics.mean(line["passes"] for line in read_log(tmp_path / "run"))
+    assert found == pytest.approx(made, rel=0.02)
+    assert (found == 8 * 3) == (tokens > 40)
+    assert found < 8 * 4
+    (file,) = tmp_path.glob("*.json")
+    assert step_price(config, budget, tmp_path) == found  # from the file
+    assert list(read_json(file).values()) == [found]
 
 
 def grid(count: int) -> Variant:

@@ -120,9 +120,9 @@ def test_precision(device, capability, precision, monkeypatch):
     monkeypatch.setattr(automatic, "encoding_device", lambda name: torch.device(device))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config = train_config("data", "run", "grad_accum")
-    assert automatic.choose_precision(config).run.precision == precision
+    assert automatic.choose_before_loading(config).run.precision == precision
     config = replace(config, run=replace(config.run, precision="fp16"))
-    assert automatic.choose_precision(config) is config
+    assert automatic.choose_before_loading(config) is config
 
 
 def test_tokens_that_fit_are_in_proportion_to_the_memory_of_a_pass(monkeypatch):
