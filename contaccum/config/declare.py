@@ -29,22 +29,21 @@ class MethodSpec(NamedTuple):
     def pushes_whole_step(self) -> bool:
         return self.two_pass and self.bank != "none"
 
-    def cost(self, pairs: int, micro_batch_size: int | None, replay_share: float = 1.0) -> float:
+    def cost(self, pairs: int, micro_batch_size: float, replay_share: float = 1.0) -> float:
         """Return the mean cost of one pair in a training step, in forward passes.
 
         A backward pass costs as much as 2 forward passes. So a pair costs 3 with one pass over the
         texts, and 4 with two. Without partial replay, as many texts as a micro-batch has keep their
         graph from the first pass, which saves their second forward pass.
 
-        pairs: pairs in one step (N). micro_batch_size: pairs in one micro-batch (B), or None for
-        micro-batches by tokens: their last size is not known, so nothing is subtracted.
-        replay_share: share of the texts that the second pass encodes again, with gradients.
+        pairs: pairs in one step (N). micro_batch_size: pairs in one micro-batch (B). replay_share:
+        share of the texts that the second pass encodes again, with gradients.
         """
         if not self.two_pass:
             return 3.0
         if replay_share < 1:
             return 1 + 3 * replay_share
-        return 4 - (micro_batch_size or 0) / pairs
+        return 4 - micro_batch_size / pairs
 
 
 METHOD_SPECS: dict[str, MethodSpec] = {

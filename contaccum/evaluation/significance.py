@@ -11,7 +11,7 @@ system has more seeds than the other, only the seeds of both count (``compare``)
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -29,6 +29,7 @@ BATCH = 256  # number of sign flips in memory at a time
 ROUNDING = 1e-12
 
 QueryScores = Mapping[str, Mapping[str, float]]
+T = TypeVar("T")
 """Values of one trained model: query id -> measure -> value, as in ``per_query`` of
 metrics.json.
 """
@@ -179,6 +180,26 @@ def holm(values: Sequence[float]) -> list[float]:
     return adjusted
 
 
+def compared_runs(
+    ours: Mapping[int | None, T], theirs: Mapping[int | None, T]
+) -> tuple[list[T], list[T]]:
+    """Return the runs of two systems that ``compare`` compares, pair by pair.
+
+    If a system has a single run, return all runs of both.
+    """
+    # a system without seeds (such as BM25) is paired with every seed of the other system
+    if None in ours:
+        ours = dict.fromkeys(theirs, ours[None])
+    elif None in theirs:
+        theirs = dict.fromkeys(ours, theirs[None])
+    pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
+    if len(pairs) < 2:
+        pairs = list(zip(ours.values(), theirs.values(), strict=False))
+    if len(pairs) < 2:
+        return list(ours.values()), list(theirs.values())
+    return [run for run, _ in pairs], [run for _, run in pairs]
+
+
 def compare(
     ours: Mapping[int | None, QueryScores], theirs: Mapping[int | None, QueryScores], measure: str
 ) -> Comparison:
@@ -196,17 +217,10 @@ def compare(
     # seed -> values of the queries, (queries,)
     one = {seed: _values(scores, queries, measure) for seed, scores in ours.items()}
     two = {seed: _values(scores, queries, measure) for seed, scores in theirs.items()}
-    # a system without seeds (such as BM25) is paired with every seed of the other system
-    if None in one:
-        one = dict.fromkeys(two, one[None])
-    elif None in two:
-        two = dict.fromkeys(one, two[None])
-    pairs = [(one[seed], two[seed]) for seed in one if seed in two]
-    if len(pairs) < 2:
-        pairs = list(zip(one.values(), two.values(), strict=False))
-    if len(pairs) < 2:  # a system with one run is compared with the mean of the other's
-        pairs = [(np.mean(list(one.values()), axis=0), np.mean(list(two.values()), axis=0))]
-    by_pair = np.array([ours - theirs for ours, theirs in pairs])  # (pairs, queries)
+    runs, others = map(np.array, compared_runs(one, two))  # (runs, queries)
+    if len(runs) != len(others):  # a system with one run is compared with the mean of the other's
+        runs, others = runs.mean(0, keepdims=True), others.mean(0, keepdims=True)
+    by_pair = runs - others  # (pairs, queries)
     differences = by_pair.mean(0)
     differences[np.abs(differences) < ROUNDING] = 0
     mean = float(differences.mean())

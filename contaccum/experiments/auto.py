@@ -42,7 +42,6 @@ from contaccum.data.dev_set import hold_out, write_dev_set
 from contaccum.data.retrieval_set import splits_of
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.metrics import read_metrics
-from contaccum.evaluation.significance import Comparison
 from contaccum.experiments.auto_state import (
     DEV_SHARE,
     FEWEST_STEPS,
@@ -51,7 +50,6 @@ from contaccum.experiments.auto_state import (
     TUNING,
     State,
     parse_time,
-    passes,
 )
 from contaccum.experiments.compare import Configure, require_unseen
 from contaccum.experiments.jobs import Kind, contents_of, delete_weights, run_job
@@ -59,6 +57,7 @@ from contaccum.experiments.page import require_matplotlib
 from contaccum.experiments.report import SIGNIFICANT, write_page
 from contaccum.experiments.run_records import (
     TUNED_FILE,
+    Difference,
     dev_score,
     differences,
     group_runs,
@@ -427,8 +426,15 @@ class Auto:
         state, candidates = self.state, self._candidates()
         if not state.candidates:
             tried, seconds = state.tuning_plan(candidates, self.total)
-            if seconds:
+            measuring = state.expected("run") + FEWEST_STEPS * state.step_seconds(candidates[0])
+            # the prediction may be too high
+            if seconds or measuring <= TUNING / 2 * self.total:
                 self._run_trial("tune/measure", candidates[0], FEWEST_STEPS)
+                steps = [line for line in read_log(self.output / "tune/measure") if "loss" in line]
+                if steps:  # candidates[0] is grad_cache, and costs 4N - B passes
+                    pairs = int(dict(candidates[0])["batch.global_batch_size"])
+                    made = statistics.mean(line["passes"] for line in steps)
+                    state.micro_batch = 4 * pairs - made
                 tried, seconds = state.tuning_plan(candidates, self.total)
             state.candidates, state.budget = len(tried), seconds / state.expected("pass")
             state.save()
@@ -437,7 +443,7 @@ class Auto:
     def _dev_score(self, values: Values, share: float) -> float | None:
         """Train for a share of the full budget and return the dev metric, see ``_run_trial``."""
         state = self.state
-        planned = int(share * state.budget / passes(values))
+        planned = int(share * state.budget / state.passes(values))
         steps = max(FEWEST_STEPS, min(self._most_steps(values), planned))
         return self._run_trial(f"tune/{named('run', values)}-{steps}", values, steps)
 
@@ -467,10 +473,11 @@ class Auto:
                 return None
             finally:
                 state.tuning += time.monotonic() - began
-                logged = [line["seconds"] for line in read_log(folder) if "loss" in line]
+                logged = [line for line in read_log(folder) if "loss" in line]
                 if logged:
-                    state.seconds["pass"] = statistics.mean(logged) / passes(values)
-                    outside = time.monotonic() - began - sum(logged)
+                    seconds = sum(line["seconds"] for line in logged)
+                    state.seconds["pass"] = seconds / sum(line["passes"] for line in logged)
+                    outside = time.monotonic() - began - seconds
                     state.seconds["run"] = max(outside, state.seconds.get("run", 0.0))
                 state.save()
             self._keep_best_trial()
@@ -564,7 +571,7 @@ class Auto:
         means = ", ".join(f"{run.name} {run.score(metric):.4f}" for run in runs)
         # the trained model against the untrained one and against BM25
         untrained, bm25 = (
-            next(one.found for one in tested if one.group.method)
+            next(one for one in tested if one.group.method)
             for tested in (found, differences(groups, metric, {self.output / "bm25"}))
         )
         on = "the test queries"
@@ -681,10 +688,11 @@ def described(values: Values) -> str:
     return f"{settings['method']}, N = {n}, learning rate {settings['optim.learning_rate']}"
 
 
-def verdict(untrained: Comparison, bm25: Comparison, metric: str) -> str:
+def verdict(untrained: Difference, bm25: Difference, metric: str) -> str:
     """Say whether to use the trained model.
 
-    untrained, bm25: comparisons of the trained model with the untrained one and with BM25.
+    untrained, bm25: comparisons of the trained model with the untrained one and with BM25, with
+    the p values of the report.
     """
     if worse(untrained):
         advice = "the trained model is worse; do not use it"
@@ -702,14 +710,15 @@ def verdict(untrained: Comparison, bm25: Comparison, metric: str) -> str:
     return f"{interval(untrained, metric)} against the untrained model: {advice}"
 
 
-def better(found: Comparison) -> bool:
-    return found.low > 0 and found.p_permutation < SIGNIFICANT
+def better(tested: Difference) -> bool:
+    return tested.found.low > 0 and tested.p < SIGNIFICANT
 
 
-def worse(found: Comparison) -> bool:
-    return found.high < 0 and found.p_permutation < SIGNIFICANT
+def worse(tested: Difference) -> bool:
+    return tested.found.high < 0 and tested.p < SIGNIFICANT
 
 
-def interval(found: Comparison, metric: str) -> str:
+def interval(tested: Difference, metric: str) -> str:
     """Return the difference of two models and its interval as text."""
+    found = tested.found
     return f"{metric} {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"

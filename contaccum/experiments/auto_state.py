@@ -71,6 +71,8 @@ class State:
     """Number of candidates that tuning compares. 0: not planned yet."""
     budget: float = 0.0
     """Forward passes of a pair of a tuning run in the last rung."""
+    micro_batch: float = 0.0
+    """Pairs of a step whose texts grad_cache encodes only once, by the first tuning run."""
     # setting -> chosen value; empty before the end of tuning
     chosen: dict[str, str] = field(default_factory=dict)
     steps: int = 0
@@ -107,7 +109,13 @@ class State:
         return self.spent + time.monotonic() - self.began
 
     def expected(self, key: str) -> float:
-        """Return the measured or predicted seconds of a stage."""
+        """Return the measured or predicted seconds of a stage.
+
+        The time of a pass is measured late, but the first stage shows the speed of this machine.
+        """
+        if key == "pass" and "dev" in self.seconds:
+            predicted = self.predicted[key] * self.seconds["dev"] / self.predicted["dev"]
+            return self.seconds.get(key, predicted)
         return self.seconds.get(key, self.predicted[key])
 
     def evaluations(self, total: float) -> int:
@@ -153,7 +161,15 @@ class State:
 
     def step_seconds(self, values: Values) -> float:
         """Return the expected seconds of a step with the settings ``values``."""
-        return self.expected("pass") * passes(values)
+        return self.expected("pass") * self.passes(values)
+
+    def passes(self, values: Values | Iterable[tuple[str, str]]) -> float:
+        """Return the cost of an optimizer step, in forward passes of one pair."""
+        settings = dict(values)
+        pairs = int(settings["batch.global_batch_size"])
+        share = float(settings.get("replay.share", 1.0))
+        once = min(self.micro_batch, pairs)
+        return pairs * METHOD_SPECS[settings["method"]].cost(pairs, once, share)
 
     def tuning_plan(self, candidates: list[Values], total: float) -> tuple[list[Values], float]:
         """Return the candidates to try, and the planned seconds of a run in the last rung.
@@ -180,11 +196,3 @@ class State:
             if budget * float(shares[0]) >= FEWEST_STEPS * slowest:
                 return candidates[:count], budget
         return candidates[:1], 0.0
-
-
-def passes(values: Values | Iterable[tuple[str, str]]) -> float:
-    """Return the cost of an optimizer step, in forward passes of one pair."""
-    settings = dict(values)
-    pairs = int(settings["batch.global_batch_size"])
-    share = float(settings.get("replay.share", 1.0))
-    return pairs * METHOD_SPECS[settings["method"]].cost(pairs, None, share)

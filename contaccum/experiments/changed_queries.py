@@ -12,7 +12,7 @@ from contaccum.data.corpus import find_rows
 from contaccum.data.dataset import open_dataset
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.errors import InputError
-from contaccum.evaluation.significance import ROUNDING
+from contaccum.evaluation.significance import ROUNDING, QueryScores, compared_runs
 from contaccum.experiments.run_records import Difference, RunGroup, best_first
 
 SHOWN_QUERIES = 20  # number of queries that gained most, and of queries that lost most
@@ -89,12 +89,13 @@ def changed_queries(
 
     notes = [
         f"The {SHOWN_QUERIES} queries that gained most in {metric}, and the {SHOWN_QUERIES} that "
-        "lost most. A value is the mean over seeds. The passages are those that the model of the "
-        "first seed ranked first."
+        "lost most. A value is the mean over the compared seeds. The passages are those that the "
+        "model of the first seed ranked first."
     ]
     changed = []
     for group, reference in pairs:
-        values, reference_values = query_values(group, metric), query_values(reference, metric)
+        runs, others = compared_runs(group.per_query(), reference.per_query())
+        values, reference_values = query_values(runs, metric), query_values(others, metric)
         differences = {
             key: values[key] - reference_values[key] for key in values if key in reference_values
         }
@@ -136,9 +137,8 @@ def changed_queries(
     return ChangedQueries(list(dict.fromkeys(notes)), changed)
 
 
-def query_values(group: RunGroup, metric: str) -> dict[str, float]:
-    """Return the metric of each test query, as the mean over the seeds: query id -> value."""
-    runs = [run.per_query for run in group.runs if run.per_query]
+def query_values(runs: list[QueryScores], metric: str) -> dict[str, float]:
+    """Return the metric of each test query, as the mean over runs: query id -> value."""
     return {
         query: statistics.mean(run[query][metric] for run in runs)
         for query in runs[0]

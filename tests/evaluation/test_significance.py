@@ -11,6 +11,7 @@ from contaccum.errors import InputError
 from contaccum.evaluation.significance import (
     Comparison,
     compare,
+    compared_runs,
     holm,
     mean_interval,
     over_both,
@@ -252,3 +253,16 @@ def test_a_small_p_is_shown_as_a_bound(p, shown):
     assert f"p {shown} by permutation, p {shown} by t-test)" in render_comparison(
         found, "ndcg@10", "other"
     )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "compared"),
+    [
+        ({0: "a", 1: "b", 2: "c"}, {1: "x", 0: "y"}, (["a", "b"], ["y", "x"])),
+        ({0: "a", 1: "b"}, {2: "x", 3: "y", 4: "z"}, (["a", "b"], ["x", "y"])),
+        ({0: "a", 1: "b"}, {0: "x"}, (["a", "b"], ["x"])),
+        ({0: "a", 1: "b"}, {None: "x"}, (["a", "b"], ["x", "x"])),
+    ],
+)
+def test_only_pairs_of_runs_are_compared(ours, theirs, compared):
+    assert compared_runs(ours, theirs) == compared

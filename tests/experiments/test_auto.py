@@ -25,9 +25,10 @@ from contaccum.config import with_changes
 from contaccum.config.experiments import AutoConfig
 from contaccum.data.dataset import load_training, open_dataset
 from contaccum.errors import InputError, Interrupted
-from contaccum.evaluation.significance import compare
+from contaccum.evaluation.significance import Comparison, compare
 from contaccum.experiments import auto, auto_state
 from contaccum.experiments.auto_state import parse_time
+from contaccum.experiments.run_records import Difference, RunGroup
 from contaccum.experiments.tuning import rung_shares, survivors
 from contaccum.runtime.files import write_json
 from contaccum.training.run_folder import finish
@@ -52,6 +53,12 @@ def test_other_times_are_refused(text):
         parse_time(text)
 
 
+def difference(found: Comparison) -> Difference:
+    """A test that is not corrected."""
+    group = RunGroup("a", "", [])
+    return Difference(group, group, found, found.p_permutation, found.p_permutation)
+
+
 @pytest.mark.parametrize(
     ("trained", "bm25", "word"),
     [
@@ -69,7 +76,7 @@ def test_the_verdict_follows_both_intervals(trained, bm25, word):
     untrained, words = (
         compare(scores(trained * 3), scores((other,) * 12), "ndcg@10") for other in (0.5, bm25)
     )
-    assert word in auto.verdict(untrained, words, "ndcg@10")
+    assert word in auto.verdict(difference(untrained), difference(words), "ndcg@10")
 
 
 def test_a_gain_on_two_queries_proves_nothing():
@@ -77,7 +84,19 @@ def test_a_gain_on_two_queries_proves_nothing():
     better = {0: {f"q{n}": {"ndcg@10": 0.9} for n in range(2)}}
     found = compare(better, {0: {f"q{n}": {"ndcg@10": 0.1} for n in range(2)}}, "ndcg@10")
     assert found.low > 0
-    assert "no significant difference" in auto.verdict(found, found, "ndcg@10")
+    assert "no significant difference" in auto.verdict(
+        difference(found), difference(found), "ndcg@10"
+    )
+
+
+def test_the_verdict_has_the_p_of_the_report():
+    """It is corrected for two comparisons, so 0.04 is no difference."""
+    better = {0: {"q": {"m": 1.0}, "r": {"m": 0.9}}}
+    found = compare(better, {0: {"q": {"m": 0.0}, "r": {"m": 0.1}}}, "m")
+    found = replace(found, low=0.01, p_permutation=0.04)
+    assert "use it" in auto.verdict(difference(found), difference(found), "m")
+    corrected = difference(found)._replace(p=0.08)
+    assert "no significant difference" in auto.verdict(corrected, difference(found), "m")
 
 
 def auto_of(config, limit: str) -> auto.Auto:
@@ -273,8 +292,26 @@ def test_tuning_ends_when_its_time_is_over(planned):
     assert not (made.output / "tune").exists()
 
 
+@pytest.mark.parametrize(("slower", "measured"), [(1.0, False), (0.1, True)])
+def test_a_prediction_that_was_too_high_does_not_prevent_tuning(
+    planned, monkeypatch, slower, measured
+):
+    """The first dev evaluation took ``slower`` times the predicted time."""
+    made, *_ = planned("2m")
+    made.state.predicted = PREDICTED | {"pass": 0.1}
+    made.state.seconds = {"dev": slower * PREDICTED["dev"]}
+    assert made.state.expected("pass") == pytest.approx(0.1 * slower)
+    tried = []
+    monkeypatch.setattr(made, "_run_trial", lambda name, *_: tried.append(name))
+    made._plan_tuning()
+    assert ("tune/measure" in tried) == measured
+
+
 def test_tuning_runs_of_a_rung_cost_equally_much(planned, monkeypatch):
-    """The prediction is three times too high, and the call is stopped in the fourth run."""
+    """The prediction is three times too high, and the call is stopped in the fourth run.
+
+    grad_cache encodes 16 pairs only once.
+    """
     made, _, _ = planned("15m")
     pass_seconds = PREDICTED["pass"] / 3
     costs, starts = {}, []
@@ -290,12 +327,13 @@ def test_tuning_runs_of_a_rung_cost_equally_much(planned, monkeypatch):
             "batch.global_batch_size": config.batch.global_batch_size,
             "replay.share": config.replay_share,
         }
-        step = auto_state.passes(values)
+        step = replace(made.state, micro_batch=16).passes(values)
         # the methods differ a little
         seconds = step * pass_seconds * (1.1 if config.method == "cont_cache" else 1.0)
         steps = config.optim.max_steps
         lines = [
-            json.dumps({"step": n, "loss": 1.0, "seconds": seconds}) for n in range(1, steps + 1)
+            json.dumps({"step": n, "loss": 1.0, "seconds": seconds, "passes": step})
+            for n in range(1, steps + 1)
         ]
         (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
         (folder / "tuned.json").write_text('{"score": 0.5}')
