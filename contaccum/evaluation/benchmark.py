@@ -45,8 +45,8 @@ def benchmark_sets(data: str, split: str) -> list[BenchmarkSet]:
     """Return the data sets that ``data`` names.
 
     data: ``beir``, ``nanobeir``, or names and folders separated by commas. A folder comes before a
-    public data set or benchmark of its name. Spaces around a name and
-    empty names are ignored, as in ``scifact, nfcorpus,``. A name with columns, such as
+    public data set or benchmark of its name. Spaces around a name and empty names are ignored, as
+    in ``scifact, nfcorpus,``. A name with columns, such as
     ``hub:owner/name?query=q&pos=p&neg=a,b``, stands alone, because its commas separate columns.
     """
     if os.path.exists(data) or "?" in data:

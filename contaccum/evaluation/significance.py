@@ -29,10 +29,10 @@ BATCH = 256  # number of sign flips in memory at a time
 ROUNDING = 1e-12
 
 QueryScores = Mapping[str, Mapping[str, float]]
-T = TypeVar("T")
 """Values of one trained model: query id -> measure -> value, as in ``per_query`` of
 metrics.json.
 """
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)

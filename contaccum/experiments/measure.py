@@ -43,6 +43,7 @@ TIMED_MICRO_BATCHES = 8  # most micro-batches of a timed step; the time of more 
 PARTITIONS = 16  # number of steps whose passes are counted
 REPEATS = 3  # number of timed steps, of which the median is used
 USABLE = 0.8  # share of a machine's free memory that a measurement may use
+Unit = Literal["seconds", "passes"]
 LONGEST_OF = 100_000  # number of training pairs among which the longest are looked for
 
 
@@ -65,9 +66,6 @@ def measure_method(config: TrainConfig, budget: int) -> Measurement:
     Raises InputError if the config or the data is wrong, or the process was killed.
     """
     return Measurement(**_in_new_process(config, budget=budget))
-
-
-Unit = Literal["seconds", "passes"]
 
 
 def measure_cost(config: TrainConfig, unit: Unit) -> float:
