@@ -91,5 +91,5 @@ def evaluate_with_beir(
         "mean": mean,
         "per_query": {},
         "queries": len(qrels),
-        "positives": hash_of_positives(qrels),
+        "positives_hash": hash_of_positives(qrels),
     }

@@ -40,7 +40,7 @@ class Metrics(_Means, total=False):
     first_passages: dict[str, dict[str, int]]
     """Query id -> id of each of the first passages found, best first -> grade (0: not relevant, or
     not judged)."""
-    positives: str  # hash of the positives, see ``hash_of_positives``
+    positives_hash: str  # see ``hash_of_positives``
     own_ids: bool  # whether passages with the id of their query count, and there are some
     precision: str | None  # of the encoder; None: there is none
 
@@ -157,7 +157,7 @@ def evaluate_run(
         }
     metrics = metrics_of(per_query)
     metrics["first_passages"] = first_passages
-    metrics["positives"] = hash_of_positives(qrels)
+    metrics["positives_hash"] = hash_of_positives(qrels)
     return metrics
 
 

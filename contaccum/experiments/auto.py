@@ -52,7 +52,7 @@ from contaccum.experiments.auto_state import (
     parse_time,
 )
 from contaccum.experiments.compare import Configure, require_unseen
-from contaccum.experiments.jobs import Kind, contents_of, delete_weights, run_job
+from contaccum.experiments.jobs import JobKind, contents_of, delete_weights, run_job
 from contaccum.experiments.page import require_matplotlib
 from contaccum.experiments.report import SIGNIFICANT, write_page
 from contaccum.experiments.run_records import (
@@ -351,7 +351,7 @@ class Auto:
             dev = open_dataset(*self.dev_source, self.data.policy).retrieval_set
             write_dev_set(dev, folder / "dev", queries, passages, seed)
 
-    def _evaluate(self, kind: Kind, stage: str, data: dict[str, str]) -> None:
+    def _evaluate(self, kind: JobKind, stage: str, data: dict[str, str]) -> None:
         """Evaluate a baseline and save the duration, unless an earlier call did both."""
         if stage in self.state.seconds and (self.output / stage / METRICS_FILE).is_file():
             return

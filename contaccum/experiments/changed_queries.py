@@ -13,7 +13,7 @@ from contaccum.data.dataset import open_dataset
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.errors import InputError
 from contaccum.evaluation.significance import ROUNDING, QueryScores, compared_runs
-from contaccum.experiments.run_records import Difference, RunGroup, best_first
+from contaccum.experiments.run_records import Difference, RunGroup, ordered_groups
 
 SHOWN_QUERIES = 20  # number of queries that gained most, and of queries that lost most
 SHOWN_CHARACTERS = 300  # longer texts are shortened
@@ -28,7 +28,7 @@ class ShownPassage(NamedTuple):
     grade: int  # 0: not relevant, or not judged
 
 
-class Ranking(NamedTuple):
+class ShownRanking(NamedTuple):
     """First passages that a system found for a query."""
 
     system: str
@@ -43,7 +43,7 @@ class ChangedQuery:
     id: str
     text: str  # empty if the data set cannot be read
     difference: float  # first system minus second system
-    rankings: list[Ranking]  # of the two systems
+    rankings: list[ShownRanking]  # of the two systems
 
 
 class ChangedPair(NamedTuple):
@@ -76,7 +76,7 @@ def changed_queries(
     """
     pairs = [(one.group, one.reference) for one in found]
     if not pairs:
-        scored = [group for group in best_first(groups, metric) if group.per_query()]
+        scored = [group for group in ordered_groups(groups, metric) if group.per_query()]
         pairs = [(scored[0], other) for other in scored[1:]]
     repair = any(run.config.get("data.repair") for group in groups for run in group.runs)
 
@@ -117,15 +117,15 @@ def changed_queries(
                 texts = zip(table["title"], table["text"], strict=True)
                 contents = dict(zip(rows, texts, strict=True))
                 for key, query in shown.items():
-                    query.text = shortened(data.queries.get(key, ""))
+                    query.text = one_line(data.queries.get(key, ""))
             except InputError as error:
                 notes.append(f"{system.label}: only ids are shown, without texts. {error}")
             for key, query in shown.items():
                 passages = []
                 for passage, grade in first_passages.get(key, {}).items():
                     title, text = contents.get(passage, ("", ""))
-                    passages.append(ShownPassage(passage, shortened(title), shortened(text), grade))
-                query.rankings.append(Ranking(system.label, system_values[key], passages))
+                    passages.append(ShownPassage(passage, one_line(title), one_line(text), grade))
+                query.rankings.append(ShownRanking(system.label, system_values[key], passages))
         changed.append(
             ChangedPair(
                 group.label,
@@ -146,7 +146,7 @@ def query_values(runs: list[QueryScores], metric: str) -> dict[str, float]:
     }
 
 
-def shortened(text: str) -> str:
+def one_line(text: str) -> str:
     """Return a text as one line of at most SHOWN_CHARACTERS characters."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN_CHARACTERS else line[: SHOWN_CHARACTERS - 1] + "…"

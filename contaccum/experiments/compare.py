@@ -17,7 +17,7 @@ from contaccum.data.dataset import is_trained_on, require_other_dev
 from contaccum.errors import Failed, InputError
 from contaccum.experiments.jobs import (
     Job,
-    Kind,
+    JobKind,
     contents_of,
     delete_weights,
     device_slots,
@@ -56,7 +56,7 @@ from contaccum.runtime.launch import StopSignals, require_one_process
 from contaccum.runtime.locks import LOCK_FILE, waiting_lock
 from contaccum.runtime.units import counted
 
-BASELINES: tuple[Kind, ...] = ("bm25", "untrained")
+BASELINES: tuple[JobKind, ...] = ("bm25", "untrained")
 FULL = Fraction(1)
 # settings that change the cost of a forward pass of a pair
 COST_OF_A_PASS = (
@@ -373,7 +373,7 @@ class Study:
     def _job(
         self,
         name: str,
-        kind: Kind,
+        kind: JobKind,
         config: TrainConfig,
         test: dict[str, str] | None,
         parent: Path,

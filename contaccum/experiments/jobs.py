@@ -51,7 +51,7 @@ from contaccum.training.run_folder import (
 
 POLL_SECONDS = 0.1
 ENCODERS = ("model.name", "model.passage_name", "loss.guide")  # may name folders of encoders
-Kind = Literal["run", "bm25", "untrained"]
+JobKind = Literal["run", "bm25", "untrained"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Job:
     """Training run or baseline, and its evaluation."""
 
     name: str
-    kind: Kind
+    kind: JobKind
     config: TrainConfig
     contents: dict[str, str]  # see ``contents_of``
     test: dict[str, str] | None = None  # data and split of the test data; None: only the dev score
@@ -117,7 +117,7 @@ class Job:
         write_json(self.file, {**asdict(self), "made_of": self.made_of})
 
 
-def contents_of(kind: Kind, config: TrainConfig, test: dict[str, str] | None) -> dict[str, str]:
+def contents_of(kind: JobKind, config: TrainConfig, test: dict[str, str] | None) -> dict[str, str]:
     """Return hashes of the data and of encoders in local folders, to notice later changes."""
     data, contents = config.data, {}
     if test is not None:
@@ -316,7 +316,7 @@ def _stop_with_parent() -> None:
 
 
 def run_job(
-    kind: Kind,
+    kind: JobKind,
     config: TrainConfig,
     test: dict[str, str] | None,
     keep_weights: bool = True,

@@ -15,10 +15,10 @@ from contaccum.experiments.run_records import (
     MISSING,
     Difference,
     RunGroup,
-    best_first,
     differences,
     group_runs,
     load_run_record,
+    ordered_groups,
     warn_of_different_tests,
 )
 from contaccum.runtime.checks import refuse_other_file
@@ -169,7 +169,7 @@ def write_page(
 
 def verdict(groups: Sequence[RunGroup], metric: str, found: Sequence[Difference]) -> str:
     """Return the result in words: the best group, and those that differ from the reference."""
-    best = best_first(groups, metric)[0]
+    best = ordered_groups(groups, metric)[0]
     mean, _ = best.mean_and_sd(metric)
     if mean is None:
         return f"No run has {metric} on the test data."
@@ -282,7 +282,7 @@ def runs_table(groups: Sequence[RunGroup], metric: str) -> Table:
             number(run.train_seconds, ".1f"),
             number(run.peak_mib, ".0f"),
         ]
-        for group in best_first(groups, metric)
+        for group in ordered_groups(groups, metric)
         for run in group.runs
     ]
     return Table(["run", "seed", metric, "s/step", "pairs/s", "train s", "peak MiB"], rows)
@@ -297,7 +297,7 @@ def results(
     """
     tests = {one.group.label: one for one in found}
     rows = []
-    for group in best_first(groups, metric):
+    for group in ordered_groups(groups, metric):
         mean, deviation = group.mean_and_sd(metric)
         row: dict[str, Any] = {
             "run": group.label,

@@ -32,7 +32,7 @@ TESTED_ON = {
     "test_content": (
         "on different test data: the query ids are the same, but texts or judgements differ"
     ),
-    "positives": "with different judgements",
+    "positives_hash": "with different judgements",
     "own_ids": "with and without the passages that have the id of their query",
     "relevance_level": "with different relevance levels",
     "factory": "with different indexes",
@@ -153,7 +153,7 @@ def load_run_record(folder: str | Path) -> RunRecord:
     )
 
 
-def best_first(groups: Iterable["RunGroup"], metric: str) -> list["RunGroup"]:
+def ordered_groups(groups: Iterable["RunGroup"], metric: str) -> list["RunGroup"]:
     """Sort groups by the metric, best first. Groups without the metric come last."""
 
     def score(group: RunGroup) -> float:
@@ -317,7 +317,7 @@ def differences(
     ]
     if not candidates:
         return []
-    best = best_first(candidates, metric)[0]
+    best = ordered_groups(candidates, metric)[0]
     tested = [group for group in evaluated if group is not best]
     found = [compare(group.per_query(), best.per_query(), metric) for group in tested]
     p = holm([one.p_permutation if one.p_both is None else one.p_both for one in found])

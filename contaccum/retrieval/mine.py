@@ -129,7 +129,9 @@ def find_candidates(
             removed["empty text"] = 1
         places = list(best.values())
         passages = [candidates[position] for position in places]
-        yield Candidates(number, example, passages, scores[places], ranking.positives, removed)
+        yield Candidates(
+            number, example, passages, scores[places], ranking.positive_scores, removed
+        )
 
 
 def rescore(found: Iterable[Candidates], cross_encoder: CrossEncoder) -> Iterator[Candidates]:

@@ -33,7 +33,7 @@ class Ranking(NamedTuple):
     rows: np.ndarray
     """Row numbers of m passages in the corpus, (m,) int64."""
     scores: np.ndarray  # (m,) float32
-    positives: np.ndarray  # scores of the query's P positives, (P,) float32
+    positive_scores: np.ndarray  # of the query's P positives, (P,) float32
 
 
 def make_run(query_ids: Iterable[str], rankings: Iterable[Ranking], corpus: Dataset) -> Run:

@@ -16,7 +16,7 @@ from contaccum.experiments.changed_queries import (
     SHOWN_CHARACTERS,
     SHOWN_QUERIES,
     changed_queries,
-    shortened,
+    one_line,
 )
 from contaccum.experiments.run_records import group_runs, load_run_record
 from contaccum.retrieval.retriever import Retriever
@@ -137,8 +137,8 @@ def test_without_the_data_only_ids_are_shown_and_a_note_says_so(data, tmp_path):
 
 
 def test_texts_are_shortened():
-    assert shortened(" a\n b ") == "a b"
-    assert shortened("x" * (SHOWN_CHARACTERS + 1)) == "x" * (SHOWN_CHARACTERS - 1) + "…"
+    assert one_line(" a\n b ") == "a b"
+    assert one_line("x" * (SHOWN_CHARACTERS + 1)) == "x" * (SHOWN_CHARACTERS - 1) + "…"
 
 
 def test_texts_are_shown_as_they_are_and_the_page_runs_nothing(data, tmp_path, capsys):

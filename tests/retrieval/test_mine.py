@@ -201,7 +201,7 @@ def test_lexical_mining_is_the_slow_version(queries, tmp_path):
     asked = {example.query.text: example.query.text for example in queries.examples}
     rankings = BM25(passages).rank(asked, 1, [range(len(passages))] * len(asked))
     scores = {
-        query: dict(zip(passages["id"], map(float, ranking.positives), strict=True))
+        query: dict(zip(passages["id"], map(float, ranking.positive_scores), strict=True))
         for query, ranking in zip(asked, rankings, strict=True)
     }
     found = mined(queries, BM25(queries.corpus, queries.extra), tmp_path, **vars(settings))
