@@ -72,7 +72,7 @@ class State:
     budget: float = 0.0
     """Forward passes of a pair of a tuning run in the last rung."""
     micro_batch: float = 0.0
-    """Pairs of a step whose texts grad_cache encodes only once, by the first tuning run."""
+    """Pairs of a step whose texts grad_cache encodes only once, measured in a short run."""
     # setting -> chosen value; empty before the end of tuning
     chosen: dict[str, str] = field(default_factory=dict)
     steps: int = 0
@@ -109,14 +109,13 @@ class State:
         return self.spent + time.monotonic() - self.began
 
     def expected(self, key: str) -> float:
-        """Return the measured or predicted seconds of a stage.
-
-        The time of a pass is measured late, but the first stage shows the speed of this machine.
-        """
+        """Return the measured or predicted seconds of a stage."""
+        if key in self.seconds:
+            return self.seconds[key]
+        # the first stage shows how good predictions are
         if key == "pass" and "dev" in self.seconds:
-            predicted = self.predicted[key] * self.seconds["dev"] / self.predicted["dev"]
-            return self.seconds.get(key, predicted)
-        return self.seconds.get(key, self.predicted[key])
+            return self.predicted[key] * self.seconds["dev"] / self.predicted["dev"]
+        return self.predicted[key]
 
     def evaluations(self, total: float) -> int:
         """Return the number of dev evaluations of the final run.

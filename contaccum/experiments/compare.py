@@ -198,16 +198,11 @@ class Study:
 
     def _warn_of_other_dropout(self) -> None:
         """Warn if only some of the runs train without dropout because of partial replay."""
-        partial = [config for config in self.configs if config.replay_share < 1]
-        with_dropout = [
-            config
-            for config in self.configs
-            if config.replay_share == 1 and config.model.dropout != 0
-        ]
-        if partial and with_dropout:
+        others = [config for config in self.configs if config.replay_share == 1]
+        if len(others) < len(self.configs) and any(each.model.dropout != 0 for each in others):
             warnings.warn(
-                "partial replay trains without dropout, and the other runs with the encoder's; set "
-                "model.dropout 0 to compare only the methods",
+                "partial replay trains without dropout, and other runs with it; set model.dropout "
+                "0 to compare only the methods",
                 stacklevel=3,
             )
 

@@ -1,4 +1,4 @@
-"""Measure training steps of one method in a new process: peak memory and time.
+"""Measure training steps of one method in a new process: peak memory, time and passes.
 
 ``measure_method`` and ``measure_cost`` start ``python -m contaccum.experiments.measure``. This
 process reads a config as JSON from stdin, takes training steps, and writes the answer as JSON to

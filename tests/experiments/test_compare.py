@@ -395,6 +395,24 @@ def test_a_budget_of_passes_warns_of_passes_that_cost_more(tmp_path):
         study("9s", longer)
 
 
+def test_partial_replay_beside_rows_with_dropout_gives_a_warning(tmp_path):
+    """It trains without dropout, so a difference is not only that of the methods."""
+    file, data = tmp_path / "rows.yaml", write_beir(tmp_path / "data")
+
+    def study(rows: str) -> Study:
+        file.write_text(rows)
+        plain = train_config(data, tmp_path / "study")
+        return Study(partial(with_changes, plain), CompareConfig(settings=str(file)))
+
+    replay = "a: {method: cont_cache, replay.share: 0.5}\n"
+    with pytest.warns(UserWarning, match=r"other runs with it; set model\.dropout 0"):
+        study(replay + "b: {method: grad_cache, model.dropout: null}\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        study(replay + "b: {method: grad_cache, model.dropout: 0}\n")
+        study("a: {method: grad_cache}\nb: {method: grad_accum}\n")
+
+
 def test_settings_of_the_number_of_steps_and_a_budget_contradict_each_other(tmp_path):
     data, file = write_beir(tmp_path / "data"), tmp_path / "rows.yaml"
     file.write_text("a: {method: grad_cache, optim.epochs: 3}\n")
