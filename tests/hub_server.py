@@ -8,6 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote
 
+import datasets
+import huggingface_hub
+import pytest
 from datasets import Dataset
 from tiny_data import lines, write
 
@@ -22,8 +25,8 @@ def git_name(content: bytes) -> str:
 
 
 class HubServer:
-    """Serves ``folder/owner/name/...`` at any commit; ``cut`` breaks a download by path inside the
-    repository."""
+    """Serves the data sets and models ``folder/owner/name/...`` at any commit. By path inside the
+    repository, ``cut`` breaks a download, and ``status`` fails every request."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,6 +35,7 @@ class HubServer:
         self.commits: set[str] = set()
         self.tokens: set[str | None] = set()
         self.cut: dict[str, int] = {}  # bytes after which the connection breaks, once
+        self.status: dict[str, int] = {}
         self.extra: list[dict] = []  # more entries of each listing
         outer = self
 
@@ -49,6 +53,20 @@ class HubServer:
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True)
         self.thread.start()
 
+    def connect(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Make this the Hub, with its caches beside the folder."""
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        constants, cache = huggingface_hub.constants, self.folder.parent
+        monkeypatch.setattr(constants, "ENDPOINT", self.url)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", self.url)
+        model = f"{self.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", model)
+        data = f"{self.url}/datasets/{{repo_id}}/resolve/{{revision}}/{{path}}"
+        monkeypatch.setattr(datasets.config, "HUB_DATASETS_URL", data)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "datasets")
+        plug(monkeypatch, True)
+
     def close(self) -> None:
         self.http.shutdown()
         self.thread.join()
@@ -58,10 +76,13 @@ class HubServer:
         body = request.rfile.read(int(request.headers.get("Content-Length") or 0)).decode()
         parts = unquote(request.path.partition("?")[0]).strip("/").split("/")
         listing = parts[0] == "api"
-        if "datasets" not in parts[:2] or len(parts) < 3 + listing:
+        parts = parts[listing:]
+        if parts[0] in ("datasets", "models"):
+            parts = parts[1:]
+        if len(parts) < 2:
             return self.send(request, 404, b"")
         self.tokens.add(request.headers.get("Authorization"))
-        owner, name, *rest = parts[2 if listing else 1 :]
+        owner, name, *rest = parts
         root = self.folder / owner / name
         if not root.is_dir():
             return self.send(request, 404, b"", error="RepoNotFound")
@@ -100,6 +121,8 @@ class HubServer:
 
     def give(self, request: BaseHTTPRequestHandler, file: Path, path: str, commit: str) -> None:
         headers = {"X-Repo-Commit": commit}
+        if path in self.status:
+            return self.send(request, self.status[path], b"")
         if not file.is_file():
             return self.send(request, 404, b"", headers, error="EntryNotFound")
         content = file.read_bytes()
@@ -158,6 +181,12 @@ class HubServer:
         request.end_headers()
         if request.command != "HEAD":
             request.wfile.write(content[start:cut])
+
+
+def plug(monkeypatch: pytest.MonkeyPatch, connected: bool) -> None:
+    """Allow requests to the Hub, or refuse them without sending a packet."""
+    for constants in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", not connected)
 
 
 def inside(path: str, under: str, recursive: bool) -> bool:

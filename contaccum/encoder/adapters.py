@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from transformers.utils import cached_file
-
 from contaccum.config import AdapterConfig
 from contaccum.encoder.backbone import POOLER, refuse_incomplete
 from contaccum.encoder.folders import ADAPTER_FILE, BASE_FILE, WEIGHTS, Base
 from contaccum.errors import InputError, in_one_line, require
 from contaccum.runtime.files import read_json, sha256_of, write_json
-from contaccum.runtime.hub import loading, optional_json
+from contaccum.runtime.hub import optional_file, optional_json
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"  # peft's name for all linear layers of a backbone
@@ -98,10 +96,8 @@ def load_adapter(backbone: Any, folder: str, subfolder: str) -> None:
     The adapter stays trainable.
     """
     require("peft", "lora", f"{folder}: adapter")
-    weights = cached_file(
-        folder, ADAPTER_WEIGHTS, subfolder=subfolder, _raise_exceptions_for_missing_entries=False
-    )
-    if weights is None:  # transformers would unpickle adapter_model.bin instead
+    # transformers would unpickle adapter_model.bin instead
+    if optional_file(folder, os.path.join(subfolder, ADAPTER_WEIGHTS)) is None:
         where = f"{folder}/{subfolder}".rstrip("/")
         raise InputError(
             f"{where}: {ADAPTER_WEIGHTS} is missing; pickled adapter weights (.bin) are never "
@@ -219,8 +215,7 @@ def hash_of(name: str) -> str:
     files = sorted(set(index["weight_map"].values())) if index else [WEIGHTS]
     digest = hashlib.sha256()
     for file in ("config.json", *files):
-        with loading(name):
-            path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        path = optional_file(name, file)
         if path is None:
             raise InputError(
                 f"{name}: {file} is missing; expected config.json and all safetensors weights of "

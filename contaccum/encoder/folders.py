@@ -21,7 +21,7 @@ from transformers.models.auto import modeling_auto
 from contaccum.errors import InputError
 from contaccum.runtime.checks import require_utf8
 from contaccum.runtime.files import check_type, read_json, refuse_url
-from contaccum.runtime.hub import is_hub_name, optional_json
+from contaccum.runtime.hub import is_hub_name, optional_json, unknown_offline, why_offline
 
 SETTINGS_FILE = "contaccum.json"
 WEIGHTS = "model.safetensors"
@@ -320,6 +320,13 @@ def read_encoder(name: str, given: Container[str] = ()) -> EncoderFiles:
         query, passage = (_tower_files(name, _modules(name, folder)) for folder in folders)
         return EncoderFiles({"tie_towers": False, **saved}, query, passage, hashes)
     if optional_json(name, "modules.json", list[Module]) is None:
+        if "pooling" not in given and unknown_offline(name, "modules.json"):
+            warnings.warn(
+                f"{name}: the cache of the Hub does not have modules.json, and {why_offline()}. If "
+                "the model has this file, its pooling, similarity and prefixes are unknown; load "
+                "it once with a connection",
+                stacklevel=2,
+            )
         base = _base(name, "")
         if base and optional_json(base.name, "modules.json", list[Module]) is not None:
             return _adapter_on_sentence_transformers(name, base, given)

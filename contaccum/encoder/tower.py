@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import cached_file
 
 from contaccum.batch import Tokens
 from contaccum.encoder import adapters as lora
@@ -35,7 +34,7 @@ from contaccum.encoder.tokenizer import (
 )
 from contaccum.errors import InputError, in_one_line, library_errors
 from contaccum.runtime.checks import require_known_ids
-from contaccum.runtime.hub import loading, optional_json
+from contaccum.runtime.hub import loading, optional_file, optional_json
 
 # a short text, and words that make another text of its batch longer
 SHORT_TEXT, MORE_WORDS = "a b", " a b c d e f g h"
@@ -331,9 +330,7 @@ def load_dense(name: str, subfolder: str, dtype: torch.dtype) -> Dense:
             f"{where}: unsupported Dense module; use_residual is true or module_input_name is not "
             "sentence_embedding"
         )
-    path = cached_file(
-        name, WEIGHTS, subfolder=subfolder, _raise_exceptions_for_missing_entries=False
-    )
+    path = optional_file(name, f"{subfolder}/{WEIGHTS}")
     if path is None:
         raise InputError(
             f"{where}: Dense module without {WEIGHTS}; weights must be in safetensors format"

@@ -11,8 +11,12 @@ from contextlib import AbstractContextManager
 from threading import Thread
 from typing import Any
 
-from huggingface_hub import constants
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+)
 from huggingface_hub.utils import validate_repo_id
 
 from contaccum.errors import library_errors
@@ -109,20 +113,35 @@ def loading(name: str) -> AbstractContextManager[None]:
 def optional_file(name: str, file: str) -> str | None:
     """Return the path of a file in the folder or Hub repository of an encoder.
 
-    Return None if there is no such file.
+    Return None if there is no such file. Offline, this is also so if the Hub's cache does not have
+    it. Raises InputError if the Hub fails to say whether there is one.
     """
-    from transformers.utils import cached_file  # not at the top: data sets do not need transformers
+    if os.path.isdir(name):
+        path = os.path.join(name, file)
+        return path if os.path.lexists(path) else None
+    with loading(name):
+        try:
+            return hf_hub_download(name, file)
+        except LocalEntryNotFoundError as error:
+            known_missing = try_to_load_from_cache(name, file) is not None
+            if known_missing or constants.is_offline_mode():
+                return None
+            raise error.__cause__ or error from None
+        except EntryNotFoundError:
+            return None
 
-    path: str | None = os.path.join(name, file)
-    if not os.path.isdir(name):
-        with loading(name):
-            path = cached_file(
-                name,
-                file,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=False,
-            )
-    return path if path is not None and os.path.lexists(path) else None
+
+def unknown_offline(name: str, file: str) -> bool:
+    """Return whether only the Hub, which cannot be asked, knows if an encoder has this file.
+
+    The encoder's config.json is in the Hub's cache.
+    """
+    return (
+        not os.path.isdir(name)
+        and constants.is_offline_mode()
+        and try_to_load_from_cache(name, file) is None
+        and isinstance(try_to_load_from_cache(name, "config.json"), str)
+    )
 
 
 def optional_json(name: str, file: str, type_: Any, version: int | None = None) -> Any:

@@ -4,11 +4,10 @@ import json
 import random
 from pathlib import Path
 
-import datasets
 import huggingface_hub
 import pytest
 from helpers import open_retrieval_set, open_train_set
-from hub_server import HubServer, Parts, card
+from hub_server import HubServer, Parts, card, plug
 from tiny_data import lines, write, write_gzip
 
 from contaccum import evaluate
@@ -25,30 +24,11 @@ SCIFACT = tasks()["scifact"].repository
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("HF_TOKEN", "hf_mine")
     server = HubServer(tmp_path / "served")
-    constants = huggingface_hub.constants
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", server.url)
-    template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(
-        datasets.config,
-        "HUB_DATASETS_URL",
-        f"{server.url}/datasets/{{repo_id}}/resolve/{{revision}}/{{path}}",
-    )
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    plug(monkeypatch, True)
+    server.connect(monkeypatch)
     yield server
     server.close()
-
-
-def plug(monkeypatch, connected: bool) -> None:
-    """Allow requests to the Hub, or refuse them without sending a packet."""
-    for constants in (huggingface_hub.constants, datasets.config):
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", not connected)
 
 
 def copy(repository: Repository) -> Path:

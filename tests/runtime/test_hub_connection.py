@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import requests
+from hub_server import HubServer
 from huggingface_hub import constants
+from tiny_data import write
 from tiny_families import family_folder
 
 from contaccum import DualEncoder
@@ -154,3 +156,83 @@ def test_a_late_answer_of_the_hub_is_not_taken_for_a_setting_of_the_user(monkeyp
         raise KeyError("missing")
     assert "does not answer" not in str(error.value)
     assert (len(asked), constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"]) == (2, False, "0")
+
+
+# loads owner/name as each line of stdin says, and answers with its pooling, or an error or warning
+LOAD = """
+import json, sys, warnings
+from huggingface_hub import constants
+from transformers import AutoModel, AutoTokenizer
+from contaccum import DualEncoder
+from contaccum.errors import InputError
+warnings.simplefilter("error")
+for line in sys.stdin:
+    request = json.loads(line)
+    constants.HF_HUB_OFFLINE = request.get("offline", False)
+    try:
+        if request.get("plain"):
+            for kind in (AutoModel, AutoTokenizer):
+                kind.from_pretrained("owner/name")
+            answer = ""
+        else:
+            answer = DualEncoder.load("owner/name", **request.get("settings", {})).settings.pooling
+    except (InputError, UserWarning) as error:
+        answer = f"{type(error).__name__}: {error}"
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A Hub with a sentence-transformers model that pools by its first token."""
+    server = HubServer(tmp_path / "served")
+    folder = family_folder("bert", server.folder / "owner" / "name")
+    modules = [
+        {"path": path, "type": f"sentence_transformers.models.{kind}"}
+        for path, kind in (("", "Transformer"), ("1_Pooling", "Pooling"))
+    ]
+    write(folder / "modules.json", json.dumps(modules))
+    write(folder / "1_Pooling" / "config.json", json.dumps({"pooling_mode_cls_token": True}))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def load(served, tmp_path):
+    """A process that loads the model, because transformers reads the Hub's address on import."""
+    variables = {key: value for key, value in os.environ.items() if "OFFLINE" not in key}
+    variables |= {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "hub"), "NO_PROXY": "*"}
+    call = [sys.executable, "-c", LOAD]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(call, env=variables, stdin=pipe, stdout=pipe, text=True) as process:
+
+        def answer(**request: object) -> str:
+            process.stdin.write(f"{json.dumps(request)}\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        yield answer
+        process.stdin.close()
+
+
+def test_a_file_that_the_hub_fails_to_serve_is_not_taken_for_missing(served, load):
+    """Without these files, an encoder has mean pooling."""
+    for file in ("modules.json", "1_Pooling/config.json"):
+        served.status = {file: 403}
+        said = load()
+        assert said.startswith("InputError: owner/name: ")
+        assert "403" in said
+    served.status = {}
+    assert load() == "cls"
+    served.status = {"modules.json": 403}  # the cache of the Hub has it now
+    assert load() == "cls"
+
+
+def test_a_cache_that_does_not_know_the_modules_gives_a_warning(served, load):
+    """transformers does not ask for them, and the Hub cannot be asked later."""
+    load(plain=True)
+    assert load(offline=True).startswith("UserWarning: owner/name: the cache of the Hub does not")
+    assert load(offline=True, settings={"pooling": "mean"}) == "mean"
+    (served.folder / "owner" / "name" / "modules.json").unlink()
+    assert load() == "mean"
+    assert load(offline=True) == "mean"  # the cache knows now that there are none
