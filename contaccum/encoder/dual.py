@@ -485,7 +485,9 @@ class DualEncoder(nn.Module):
         check_hashes(name, files.sha256)
         encoder = cls(query_tower, passage_tower, settings).to(device).eval()
         check_padding(query_tower, name)
-        if files.passage != files.query:
+        if files.passage == files.query:
+            passage_tower.padding_changes_vectors = query_tower.padding_changes_vectors
+        else:
             check_padding(passage_tower, files.passage.name)
         return encoder
 

@@ -379,13 +379,16 @@ def _read_sentence_transformers(name: str, given: Container[str]) -> EncoderFile
             name, query_files.subfolder, query_files.base, tuple(prefixes), given
         )
     settings |= prefixes
+    prefix = settings.get("passage_prefix", "")
     settings["prompts"] = {
         key: text
         for key, text in (about.get("prompts") or {}).items()
         if text is not None and key not in SIDES
     }
-    if about.get("default_prompt_name") != "document":  # the default is the passage prefix anyway
-        settings["default_prompt"] = about.get("default_prompt_name")
+    default = about.get("default_prompt_name")
+    # the passage prefix is the default anyway, also if it changes later
+    if default not in SIDES["document"] or settings["prompts"].get(default, prefix) != prefix:
+        settings["default_prompt"] = default
     if about.get("truncate_dim") is not None:
         settings["truncate_dim"] = about["truncate_dim"]
     return EncoderFiles(settings, query_files, passage_files)

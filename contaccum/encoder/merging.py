@@ -1,10 +1,14 @@
 """Merge LoRA adapters into the weights of a model, or a trained model with its start."""
 
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from contaccum.config.load import read_config_file
 from contaccum.encoder.dual import DualEncoder
+from contaccum.encoder.folders import model_folder
 from contaccum.errors import InputError
 
 USUAL_SHARE = 0.75  # of the trained model in the average with its start
@@ -20,11 +24,12 @@ def merge(
 ) -> str:
     """Merge the LoRA adapters of a model, or a model and its start, and save it in a new folder.
 
-    model: folder or Hub name. A 4-bit base is converted to float32 first. Without ``start``, the
-    saved model computes the same vectors, except for rounding errors. start: encoder that training
-    started from. Each weight becomes share * that of ``model`` + (1 - share) * that of ``start``,
-    so that the model keeps more of what ``start`` can do on other data. share: default USUAL_SHARE.
-    Returns ``output``.
+    model: a run, another folder or a Hub name. A 4-bit base is converted to float32 first. Without
+    ``start``, the saved model computes the same vectors, except for rounding errors. start: encoder
+    that training started from; if the run has ``model.passage_name``, that of its query tower. Each
+    weight becomes share * that of ``model`` + (1 - share) * that of ``start``, so that the model
+    keeps more of what ``start`` can do on other data. share: default USUAL_SHARE. Returns
+    ``output``.
 
     Sources: Wortsman et al. 2022 (arXiv 2109.01903), eq. 1; for embedding models, Xiao et al. 2023
     (arXiv 2311.13534). Raises InputError if the two encoders have different layers.
@@ -38,7 +43,9 @@ def merge(
     if start is not None:
         if encoder.adapted:
             raise InputError(f"{model}: has an adapter; merge it first, without --start")
-        other = DualEncoder.load(start, trust_remote_code=trust_remote_code)
+        other = DualEncoder.load(
+            start, passage_name=_start_of_passages(model), trust_remote_code=trust_remote_code
+        )
         if encoder.settings.tie_towers and not other.settings.tie_towers:
             raise InputError(
                 f"{start}: has two encoders, but {model} has one; expected the encoder that "
@@ -59,3 +66,16 @@ def merge(
             weight.lerp_(others[key].to(weight), 1 - share)
     encoder.save(output)
     return output
+
+
+def _start_of_passages(model: str) -> Any:
+    """Return the encoder from which the run of ``model`` started its passage tower.
+
+    Return None if that is the one of its query tower.
+    """
+    file = Path(model_folder(model)).absolute().parent / "config.yaml"
+    if file.is_file():
+        with suppress(InputError):  # the file of another program
+            if setting := read_config_file(str(file)).get("model.passage_name"):
+                return setting.value
+    return None

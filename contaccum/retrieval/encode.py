@@ -73,11 +73,11 @@ class Texts:
     def read(self, start: int, stop: int) -> tuple[list[str], list[str]]:
         """Return the ids and the texts of the rows ``start`` to ``stop`` - 1.
 
-        The title and the text of a passage are joined.
+        The title and the text of a passage are joined. Texts are stripped, as in training.
         """
         rows = self.table[start:stop]
         if self.kind == "query":
-            return rows["id"], rows["text"]
+            return rows["id"], [text.strip() for text in rows["text"]]
         return rows["id"], [passage.content for passage in Passage.of_columns(rows)]
 
     @property

@@ -1,11 +1,13 @@
 """The average of a trained model and the encoder that its training started from."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import tiny_encoder
+from tiny_data import write
 from tiny_families import family_folder
 
 from contaccum import DualEncoder
@@ -59,6 +61,25 @@ def test_two_encoders_are_no_start_of_one(tie, tmp_path):
             merge(*names[:2], start=names[2])
     else:  # control: training can start two encoders from one
         merge(*names[:2], start=names[2])
+
+
+def test_towers_that_started_from_two_encoders_are_averaged_each_with_its_own(tmp_path):
+    """A model that did not train is the average of itself and its start, with every share."""
+    folders = [family_folder("bert", tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    names = {"model.name": str(folders[0]), "model.passage_name": str(folders[1])}
+    run = tmp_path / "run"
+    DualEncoder.load(folders[0], passage_name=folders[1]).save(run / "model")
+    merged = []
+    for content in (names, {"model.name": str(folders[0])}):  # the second is the negative control
+        write(run / "config.yaml", json.dumps(content))
+        folder = merge(
+            str(run), str(tmp_path / f"merged{len(merged)}"), start=str(folders[0]), share=0.5
+        )
+        merged.append(DualEncoder.load(folder).encode_passages(TEXTS))
+    expected = DualEncoder.load(folders[1]).encode_passages(TEXTS)
+    apart = [np.abs(vectors - expected).max() for vectors in merged]
+    assert apart[0] < 1e-6
+    assert apart[1] > 1e-3
 
 
 def test_a_model_with_an_adapter_is_refused(tmp_path):

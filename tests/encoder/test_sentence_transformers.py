@@ -182,6 +182,19 @@ def test_every_family_has_equal_vectors(family, tmp_path):
     assert max(differences(ours, peer(tmp_path / "ours"))) < 1e-6
 
 
+@pytest.mark.parametrize("name", ["document", "passage", "corpus"])
+def test_a_default_prompt_for_passages_follows_a_new_prefix(name, tmp_path):
+    plain = family_folder("bert", tmp_path / "plain")
+    prompts = {"other": "a ", name: "sea "}
+    theirs = their_model(plain, prompts=prompts, default_prompt_name=name)
+    theirs.save(str(tmp_path / "theirs"), create_model_card=False)
+    ours = DualEncoder.load(tmp_path / "theirs", passage_prefix="the ")
+    ours.save(tmp_path / "ours")
+    expected = theirs.encode(TEXTS, prompt="the ")
+    np.testing.assert_allclose(peer(tmp_path / "ours").encode(TEXTS), expected, atol=1e-6)
+    assert np.abs(theirs.encode(TEXTS) - expected).max() > 5e-4  # negative control
+
+
 @pytest.mark.parametrize("default", ["other", "query", None])
 def test_other_prompts_and_the_default_one_are_kept(default, tmp_path):
     plain = family_folder("bert", tmp_path / "plain")

@@ -308,6 +308,14 @@ def test_a_disk_that_cannot_be_written_stops_the_encoding(tmp_path):
     assert finished == ["00000.shard.json", "00001.shard.json"]
 
 
+def test_texts_are_stripped_as_in_training():
+    """Some tokenizers make other tokens of a text with a space before it."""
+    queries = Texts.of_queries({"q": " a fox\n", "r": "the sea"})
+    assert queries.read(0, 2) == (["q", "r"], ["a fox", "the sea"])
+    passages = Dataset.from_dict({"id": ["p"], "title": [" A"], "text": ["fox\n"]})
+    assert Texts("passage", passages).read(0, 1) == (["p"], ["A fox"])
+
+
 def test_source_fingerprint_knows_where_one_text_ends_and_the_next_begins():
     first = Texts.of_queries({"a": "bc"}).fingerprint
     assert first == Texts.of_queries({"a": "bc"}).fingerprint
