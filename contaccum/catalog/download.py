@@ -164,6 +164,9 @@ def _download(url: str, path: Path, target: Path) -> None:
             with requests.get(url, stream=True, timeout=_TIMEOUT, headers=headers) as response:
                 if response.status_code != 206:
                     part.unlink(missing_ok=True)
+                    if start and response.status_code == requests.codes.range_not_satisfiable:
+                        # a killed process had all bytes, but their hash is unknown
+                        return _download(url, path, target)
                     start = 0
                 response.raise_for_status()
                 length = int(response.headers.get("Content-Length", 0))

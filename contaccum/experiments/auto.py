@@ -80,7 +80,7 @@ from contaccum.training.run_folder import (
     DEV_METRICS_FILE,
     METRICS_FILE,
     read_finished,
-    refuse_other_files,
+    require_empty,
 )
 
 BANK = {"bank.age_decay": "1.0", "bank.row_weight": "current"}
@@ -135,7 +135,7 @@ def run_auto(configure: Configure, options: AutoConfig, began: float | None = No
         StopSignals(),
     ):
         if not auto.state.file.is_file():
-            refuse_other_files(auto.output, STATE_FILE)
+            require_empty(auto.output, STATE_FILE)
         auto.state.settings |= auto.contents()
         auto.state = State.read(auto.state.file, auto.state.settings, auto.began)
         try:

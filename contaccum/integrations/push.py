@@ -20,9 +20,15 @@ from contaccum.evaluation.metrics import read_metrics
 from contaccum.runtime.files import read_json, write_text
 from contaccum.runtime.hub import is_hub_name, optional_json
 from contaccum.training.log import read_environment
-from contaccum.training.run_folder import CONFIG_FILE, flat, read_config
+from contaccum.training.run_folder import (
+    CARD,
+    CONFIG_FILE,
+    DEV_METRICS_FILE,
+    METRICS_FILE,
+    flat,
+    read_config,
+)
 
-CARD = "README.md"
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 OMITTED = ("output_dir", "resume", "allow_changes", "run.trackers", "run.timeout_minutes")
 """Settings that the card does not show, because they do not describe the model."""
@@ -124,11 +130,15 @@ def write_card(model: Path, repository: str, licence: str | None) -> str:
         )
 
     scores: dict[str, Any] = {}
-    for name in ("dev_metrics.json", "metrics.json"):  # test metrics have priority
-        if config and (run / name).is_file():
-            scores = read_metrics(run / name)
+    evaluated_on = ""
+    tested = bool(config) and (run / METRICS_FILE).is_file()
+    if tested:
+        scores = read_metrics(run / METRICS_FILE)
+        evaluated_on = f"{shown(scores.get('data', 'test set'))} {scores.get('split', '')}".strip()
+    elif config and (run / DEV_METRICS_FILE).is_file():
+        scores = read_metrics(run / DEV_METRICS_FILE)
+        evaluated_on = f"dev set ({scores['label']})"  # the label says if passages are a sample
     means = scores.get("mean", {})
-    evaluated_on = f"{shown(scores.get('data', 'dev set'))} {scores.get('split', '')}".strip()
 
     default = {"train": config.get("data.train", ""), "split": config.get("data.split", "")}
     mixture = config.get("data.mixture") or []
@@ -147,12 +157,13 @@ def write_card(model: Path, repository: str, licence: str | None) -> str:
         tags=["sentence-transformers", "feature-extraction", "dense-retrieval", "contaccum"],
         license=licence,
         base_model=base if on_hub else None,
-        model_name=repository.rpartition("/")[2] if means else None,
+        model_name=repository.rpartition("/")[2] if tested else None,
         eval_results=[
             EvalResult("information-retrieval", "unknown", evaluated_on, metric, round(value, 5))
             for metric, value in means.items()
         ]
-        or None,
+        if tested
+        else None,
     )
     card = ModelCard.from_template(
         data,

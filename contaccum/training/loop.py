@@ -602,21 +602,25 @@ class Training:
         return self.engine.from_main(found)
 
     def _save_model(self) -> None:
-        """Save the model, and move metrics.json away if it belongs to an older one."""
+        """Save the model, and move away what belongs to an older one: metrics and model card."""
         self._require_finite_weights()
         file = self.folder / "model" / SETTINGS_FILE  # has the hashes of the weights
-        metrics = self.folder / run_folder.METRICS_FILE
-        old = metrics.with_name("metrics.old.json")
-        had_metrics = self.engine.is_main and metrics.is_file()
-        before = file.read_bytes() if had_metrics and file.is_file() else None
-        if had_metrics:  # before the model changes: after a kill, no model has another's metrics
-            metrics.replace(old)
+        before = file.read_bytes() if self.engine.is_main and file.is_file() else None
+        moved = {}
+        if self.engine.is_main:
+            for path in (self.folder / run_folder.METRICS_FILE, file.with_name(run_folder.CARD)):
+                if path.is_file():
+                    moved[path] = self.folder / f"{path.stem}.old{path.suffix}"
+        # before the model changes: after a kill, no model has another's metrics
+        for path, old in moved.items():
+            path.replace(old)
         if self.engine.is_main or self.engine.sharded:
             self.encoder.save(file.parent)
-        if had_metrics and file.read_bytes() == before:
-            old.replace(metrics)
-        elif had_metrics:
-            self.log.say(f"{metrics}: is now {old.name}, because the model is a new one")
+        for path, old in moved.items():
+            if file.read_bytes() == before:
+                old.replace(path)
+            else:
+                self.log.say(f"{path}: is now {old}, because the model is a new one")
 
     def save(self) -> None:
         """Save a checkpoint in the main process; with sharding, in all processes.

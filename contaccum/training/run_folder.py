@@ -48,6 +48,7 @@ from contaccum.runtime.units import counted
 CONFIG_FILE = "config.yaml"
 DEV_METRICS_FILE = "dev_metrics.json"  # metrics of the best evaluation on dev
 METRICS_FILE = "metrics.json"  # metrics on the test data
+CARD = "README.md"  # model card, in the folder of the model
 FINISHED_FILE = "finished.json"  # steps and data of a run that ended and deleted its checkpoints
 MANIFEST = "manifest.json"
 # settings that contaccum auto changes in a run that it continues; more steps are refused anyway
@@ -78,17 +79,18 @@ def claimed_folder(config: TrainConfig) -> Iterator[None]:
                 )
             _refuse_changed_settings(config)
         else:
-            refuse_other_files(run, CONFIG_FILE)
+            require_empty(run, CONFIG_FILE)
         if is_main():
             sweep(run)
             sweep(run / "checkpoints")
         yield
 
 
-def refuse_other_files(folder: Path, missing: str) -> None:
-    """Raise InputError if a folder without the file ``missing`` of a run has other files."""
+def require_empty(folder: Path, missing: str) -> None:
+    """Raise InputError if a folder without the file ``missing`` of a run is not empty."""
     if folder.is_dir() and not all(
-        path.name.startswith(LOCK_FILE) or is_leftover(path.name) for path in folder.iterdir()
+        path.name == ".DS_Store" or path.name.startswith(LOCK_FILE) or is_leftover(path.name)
+        for path in folder.iterdir()
     ):
         raise InputError(
             f"output_dir {folder}: not empty, and without the {missing} of a run. Choose an empty "

@@ -67,6 +67,18 @@ def test_card_shows_settings_and_scores(run):
     assert "## Licence\n\nNone is stated." in body
 
 
+def test_scores_on_dev_say_how_many_passages_were_searched_and_are_no_result(run, tmp_path):
+    """They choose the model, and often on a sample of the passages."""
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    (copy / "metrics.json").unlink()
+    metrics = json.loads((copy / "dev_metrics.json").read_text())
+    write_json(copy / "dev_metrics.json", metrics | {"label": "recall@10 on 9 of 40 passages"})
+    front, body = card_of(copy)
+    assert "model-index" not in front
+    assert "On `dev set (recall@10 on 9 of 40 passages)`" in body
+    assert f"| recall@10 | {metrics['mean']['recall@10']:.4f} |" in body
+
+
 def test_card_names_every_training_set_and_no_local_path(run, tmp_path):
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     config = yaml.safe_load((copy / "config.yaml").read_text())

@@ -398,6 +398,9 @@ def test_output_folder_must_be_new_or_empty(data, tmp_path):
     with pytest.raises(InputError, match="this is a file, not a folder"):
         train(train_config(data, tmp_path / "taken" / "notes.txt"))
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["notes.txt"]
+    (tmp_path / "shown").mkdir()
+    (tmp_path / "shown" / ".DS_Store").touch()  # macOS makes it where the Finder shows a folder
+    train(train_config(data, tmp_path / "shown", **{"optim.max_steps": 1}))
 
 
 def test_tensorboard_gets_the_numbers_of_the_log(data, tmp_path):

@@ -276,18 +276,25 @@ def test_the_best_model_is_not_one_of_steps_that_a_kill_undid(data, tmp_path):
     assert evaluated == [0, 2, 4]
 
 
-def test_metrics_of_an_older_model_are_moved_away(data, tmp_path, capsys):
+def test_metrics_and_card_of_an_older_model_are_moved_away(data, tmp_path, capsys):
     run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.json"
+    card = run / "model" / "README.md"
     train(train_config(data, run, **{"optim.max_steps": 2}))
     evaluate(run, data, "train", output=metrics)
+    card.write_text("# My model")
     content = metrics.read_text()
     train(train_config(data, run, resume=True, **{"optim.max_steps": 2}))
-    assert metrics.read_text() == content  # negative control: the model is the same
+    # negative control: the model is the same
+    assert (metrics.read_text(), card.read_text()) == (content, "# My model")
     changes = {"optim.max_steps": 3, "allow_changes": True}
     train(train_config(data, run, resume=True, **changes))
     assert not metrics.exists()
+    assert not card.exists()
     assert (run / "metrics.old.json").read_text() == content
-    assert "metrics.json: is now metrics.old.json, because" in capsys.readouterr().err
+    assert (run / "README.old.md").read_text() == "# My model"
+    said = capsys.readouterr().err
+    assert f"{metrics}: is now {run}/metrics.old.json, because" in said
+    assert f"{card}: is now {run}/README.old.md, because" in said
 
 
 def test_killed_save_leaves_no_metrics_of_an_older_model(data, tmp_path, monkeypatch):
