@@ -33,13 +33,16 @@ class ContAccumCallback(Callback):
     def __init__(self, loss: ContAccumLoss) -> None:
         self.loss = loss
         self.steps = 0  # number of finished optimizer steps
-        self.restored = False  # whether the checkpoint had a bank
+        self.restored = False  # whether there is the bank of the steps before
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
+        if stage != "fit":
+            return
+        # a second call of ``fit`` without a checkpoint goes on with the bank
+        self.restored = trainer.global_step > 0 and trainer.ckpt_path is None
+        if not self.restored:
             # the trainer calls load_state_dict later, so a checkpoint replaces the empty bank
             self.loss.begin()
-            self.restored = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.steps = trainer.global_step

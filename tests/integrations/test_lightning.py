@@ -71,8 +71,13 @@ def batches() -> list[MicroBatch]:
 
 
 def fit(
-    folder: Path, steps: int = STEPS, bank_size: int = 16, resume: str | None = None
+    folder: Path,
+    steps: int = STEPS,
+    bank_size: int = 16,
+    resume: str | None = None,
+    more: int | None = None,
 ) -> Retriever:
+    """more: number of steps at which a second call of the trainer's ``fit`` ends."""
     module = Retriever(copy.deepcopy(tiny_encoder()), bank_size)
     trainer = Trainer(
         max_steps=steps,
@@ -92,6 +97,9 @@ def fit(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, ckpt_path=resume)
+        if more is not None:
+            trainer.fit_loop.epoch_loop.max_steps = more
+            trainer.fit(module)
     return module
 
 
@@ -107,6 +115,13 @@ def test_lightning_steps_equal_our_loop(tmp_path):
     assert (module.bank_loss.bank.fill, module.bank_loss.bank.step) == (16, STEPS)
     without = fit(tmp_path / "none", bank_size=0)  # negative control
     assert largest_difference(own, without.gradients) > 0.01
+
+
+def test_a_second_fit_goes_on_with_the_bank(tmp_path):
+    whole = fit(tmp_path / "whole")
+    twice = fit(tmp_path / "twice", steps=2, more=STEPS)
+    assert largest_difference(whole.gradients, twice.gradients) == 0
+    assert twice.bank_loss.bank.fingerprint() == whole.bank_loss.bank.fingerprint()
 
 
 def test_resumed_run_restores_the_bank(tmp_path):
