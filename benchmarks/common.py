@@ -25,9 +25,9 @@ import numpy as np
 import psutil
 import torch
 
-from contaccum.batch import MicroBatch, RowIds
+from contaccum.batch import MicroBatch, RowIds, pad
 from contaccum.config.commands import DataPolicy
-from contaccum.data.batches import pad, partition_by_pairs, partition_by_tokens
+from contaccum.data.batches import partition_by_pairs, partition_by_tokens
 from contaccum.data.dataset import open_dataset
 from contaccum.encoder import DualEncoder
 from contaccum.methods import METHODS

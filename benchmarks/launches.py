@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import BertConfig, BertModel
 
-from contaccum.batch import MicroBatch, RowIds, Tokens
-from contaccum.data.batches import pad, partition_by_tokens
+from contaccum.batch import MicroBatch, RowIds, Tokens, pad
+from contaccum.data.batches import partition_by_tokens
 from contaccum.encoder import DualEncoder, EncoderSettings, Tower, kernels
 from contaccum.encoder.tokenizer import wordpiece_tokenizer
 from contaccum.methods import METHODS

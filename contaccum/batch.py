@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -60,6 +61,18 @@ class Tokens:
         mask = self.attention_mask[rows]
         used = mask.any(0)  # False where all texts have padding
         return Tokens(self.input_ids[rows][:, used], mask[:, used])
+
+
+def pad(rows: Sequence[Sequence[int] | np.ndarray], pad_id: int) -> Tokens:
+    """Pad n lists of token ids at their ends to the length of the longest list.
+
+    The result has shape (n, length).
+    """
+    lengths = np.array(list(map(len, rows)))  # (n,)
+    mask = np.arange(lengths.max()) < lengths[:, None]  # (n, length)
+    ids = np.full(mask.shape, pad_id, dtype=np.int64)  # (n, length)
+    ids[mask] = np.concatenate(rows)
+    return Tokens(torch.from_numpy(ids), torch.from_numpy(mask.astype(np.int64)))
 
 
 def token_batches(lengths: Sequence[int], budget: int, padded: bool = True) -> Iterator[list[int]]:

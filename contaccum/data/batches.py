@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from contaccum.batch import MISSING, NO_PASSAGE, MicroBatch, RowIds, Tokens
+from contaccum.batch import MISSING, NO_PASSAGE, MicroBatch, RowIds, pad
 from contaccum.data.sampler import MixtureSampler, StepRows, StepSampler
 from contaccum.data.tables import TokenTable
 from contaccum.data.train_set import TrainSet
@@ -101,18 +101,6 @@ def _padded_ends(query_tokens: np.ndarray, passage_tokens: np.ndarray, limit: in
         start += int(np.searchsorted(costs, limit, side="right"))
         ends.append(start)
     return ends
-
-
-def pad(rows: Sequence[np.ndarray], pad_id: int) -> Tokens:
-    """Pad n lists of token ids at their ends to the length of the longest list.
-
-    The result has shape (n, length).
-    """
-    lengths = np.array(list(map(len, rows)))  # (n,)
-    mask = np.arange(lengths.max()) < lengths[:, None]  # (n, length)
-    ids = np.full(mask.shape, pad_id, dtype=np.int64)  # (n, length)
-    ids[mask] = np.concatenate(rows)
-    return Tokens(torch.from_numpy(ids), torch.from_numpy(mask.astype(np.int64)))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tokenizers import (
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from contaccum.batch import Tokens, token_batches
+from contaccum.batch import Tokens, pad, token_batches
 from contaccum.encoder.folders import ModelFile, TowerFiles
 from contaccum.errors import InputError
 from contaccum.runtime.checks import require_known_ids
@@ -160,20 +160,15 @@ def tokenized(
     """
     for start in range(0, len(texts), WINDOW):
         window = texts[start : start + WINDOW]
-        # some tokenizers, such as that of FNet, return no attention mask by default
-        options = {"return_token_type_ids": False, "return_attention_mask": True}
-        rows = tokenizer(window, truncation=True, max_length=max_length, **options)
-        for ids, mask in zip(rows["input_ids"], rows["attention_mask"], strict=True):
-            if not ids:  # an empty text, if the tokenizer adds no special tokens
-                ids.append(tokenizer.pad_token_id)
-                mask.append(1)
-        for chosen in token_batches([len(row) for row in rows["input_ids"]], budget):
-            batch = {name: [values[index] for index in chosen] for name, values in rows.items()}
-            padded = tokenizer.pad(batch, return_attention_mask=True, return_tensors="pt")
-            ids = padded["input_ids"]
-            if ids.numel():
-                require_known_ids(int(ids.max()), vocabulary, tokenizer)
-            yield start + np.array(chosen), Tokens(ids, padded["attention_mask"])
+        encoded = tokenizer(
+            window, truncation=True, max_length=max_length, return_attention_mask=False
+        )
+        # an empty text has no tokens if the tokenizer adds no special ones
+        rows = [ids or [tokenizer.pad_token_id] for ids in encoded["input_ids"]]
+        for chosen in token_batches([len(row) for row in rows], budget):
+            tokens = pad([rows[index] for index in chosen], tokenizer.pad_token_id)
+            require_known_ids(int(tokens.input_ids.max()), vocabulary, tokenizer)
+            yield start + np.array(chosen), tokens
 
 
 def wordpiece_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:

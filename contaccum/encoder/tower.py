@@ -282,7 +282,8 @@ class TowerLoader:
             if files.base:
                 lora.load_adapter(backbone, files.name, files.subfolder)
             tokenizer = load_tokenizer(files, self.trust_remote_code)
-        # padding on the left would shift the positions of a text by the length of another text
+        # for the libraries that load the saved model: padding on the left would shift the positions
+        # of a text by the length of another text
         tokenizer.padding_side = "right"
         if decoder_only(backbone.config.model_type) and files.plain and self.pooling == "last":
             # a sentence-transformers model or a saved encoder has a tokenizer that appends the
