@@ -21,6 +21,10 @@ from contaccum.config.declare import (
 if TYPE_CHECKING:
     from contaccum.config import TrainConfig
 
+Order = Literal["shuffled", "file"]
+Fill = Literal["random", "none"]
+MixtureBatches = Literal["mixed", "one_set"]
+
 
 @dataclass(kw_only=True)
 class DataPolicy:
@@ -77,7 +81,7 @@ class DataConfig(DataPolicy):
     mixture: list[MixtureConfig] = setting(factory=list)
     """Several data sets instead of `train`. Each item of the list has `train`, `split`, `weight`,
     `query_prefix`, `passage_prefix` and `in_batch_negatives`."""
-    mixture_batches: Literal["mixed", "one_set"] = "mixed"
+    mixture_batches: MixtureBatches = "mixed"
     """How to choose the examples of a step: from all data sets (mixed), or from one data set that
     is drawn by weight (one_set)."""
     dev: str | None = setting(None, metavar="DATA")
@@ -93,7 +97,7 @@ class DataConfig(DataPolicy):
     hard_negatives: NonNegativeInt = 0
     """Number of hard negatives for each query (H). `fill_negatives` decides what happens to queries
     that have fewer."""
-    fill_negatives: Literal["random", "none"] = "random"
+    fill_negatives: Fill = "random"
     """What to do if a query has fewer than H hard negatives: add random passages (random), or
     nothing (none). With `none`, a text of one token takes the place of each missing negative, and
     the loss masks its column. `model.unpad` avoids the padding of this text."""
@@ -147,7 +151,7 @@ class BatchConfig:
     padding and a `bank.size` that is not a multiple of `global_batch_size`: the bank then stores
     only a part of some step, and sorting decides which pairs. With one-pass methods and padding, a
     query is compared with passages of similar length. Default: see `micro_batch_size`."""
-    order: Literal["shuffled", "file"] = "shuffled"
+    order: Order = "shuffled"
     """Order of the examples: random in each epoch (shuffled), or as in the training data (file).
     With `data.mixture`, `file` means that a step takes the next examples of its data sets, in
     random order within the step."""

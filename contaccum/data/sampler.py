@@ -6,11 +6,12 @@ number.
 
 import warnings
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from contaccum.batch import MISSING
+from contaccum.config.groups import Fill, MixtureBatches, Order
 from contaccum.data.train_set import TrainSet
 from contaccum.errors import InputError
 from contaccum.runtime.units import counted
@@ -18,10 +19,6 @@ from contaccum.runtime.units import counted
 # Each constant gives an independent random stream, so the number of hard negatives does not affect
 # the choice of positives.
 ORDER, POSITIVES, NEGATIVES, SETS, SHUFFLE, MEMBER = range(6)
-
-Order = Literal["shuffled", "file"]
-Fill = Literal["random", "none"]
-MixtureBatches = Literal["mixed", "one_set"]
 
 
 def random_stream(*key: int) -> np.random.Generator:

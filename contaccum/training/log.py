@@ -21,12 +21,12 @@ from contaccum.errors import InputError, NotFiniteError, printable
 from contaccum.methods.loss import LossValue
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.files import decode_json, read_json, write_errors, write_json, write_text
+from contaccum.runtime.progress import LINE_SECONDS
 from contaccum.runtime.units import counted, duration
 from contaccum.training.trackers import TRACKERS
 
 LOG_FILE = "log.jsonl"
-FIRST_SECONDS = 15.0  # time until the first line about a long first step, for an early estimate
-LINE_SECONDS = 60.0  # time without a line after which a line is printed, also within a step
+FIRST_STEP_SECONDS = 15.0  # time until the first line about a long first step
 ENVIRONMENT_FILE = "environment.json"
 PACKAGES = ("transformers", "tokenizers", "numpy")
 LOG_VERSION = 1  # ``format_version`` in the first line of log.jsonl
@@ -157,7 +157,7 @@ class RunLog:
             return
         now = time.monotonic()
         first = self.printed == self.began
-        if now - self.printed >= (FIRST_SECONDS if first else LINE_SECONDS):
+        if now - self.printed >= (FIRST_STEP_SECONDS if first else LINE_SECONDS):
             self.printed = now
             step = int(done)
             left = self.time_left(done, evaluations_left)
