@@ -379,6 +379,12 @@ COMMANDS: list[tuple[str, str]] = [
        f"{option} has no effect on --run")
       for option in ("--factory HNSW32", "--embeddings v", "--query_prefix x")),
     ("search --model bm25 --data d --output out.trec --json", "--json has no effect on --output"),
+    ("mine --model bm25 --data d --output out --cross_encoder_batch_size 8",
+     "cross_encoder_batch_size has no effect without cross_encoder"),
+    ("mine --model bm25 --data d --output out --seed 1",
+     "seed has no effect with sampling_strategy top"),
+    ("data check hub:d/queries.jsonl@main?query=text&pos=text",
+     "hub:d/queries.jsonl@main?query=text&pos=text: d/queries.jsonl is a path and has no revision"),
     ("evaluate --run run.trec --qrels d/qrels/test.tsv --split dev",
      "--split dev has no effect on --run"),
     ("evaluate --model m --questions qa.csv --passages psgs.tsv --metric top5",

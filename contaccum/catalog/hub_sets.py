@@ -120,6 +120,10 @@ class HubName:
         in_folder = _ending(repository.lower()) in _ENDINGS and Path(repository).parent.is_dir()
         if not path and (repository.startswith((".", "/")) or in_folder):
             raise InputError(f"{text}: {repository} not found; expected a file or a folder")
+        if path and parts["revision"]:
+            raise InputError(
+                f"{text}: {path} is a path and has no revision; leave out @{parts['revision']}"
+            )
         # an empty one, as in hub:owner/name::split, is the default
         configuration = parts["configuration"] or None
         return cls(text, repository, parts["revision"], configuration, parts["split"], columns)

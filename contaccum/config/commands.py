@@ -12,6 +12,8 @@ from contaccum.errors import InputError
 
 __all__ = ["DataPolicy", "EncoderConfig"]
 
+PAIRS_OF_A_PASS = 32  # of a cross-encoder
+
 TextKind = Literal["passage", "query"]
 TrainingKind = Literal["jsonl", "dpr", "tevatron"]
 Form = Literal["beir", TrainingKind]
@@ -259,7 +261,7 @@ class MineConfig:
     cross_encoder: str | None = setting(None, metavar="MODEL")
     """Cross-encoder that scores the candidates again before the filters: folder or name on the Hub.
     Needs the extra `mine`. Default: none."""
-    cross_encoder_batch_size: PositiveInt = 32
+    cross_encoder_batch_size: PositiveInt = PAIRS_OF_A_PASS
     """Number of query-passage pairs in one forward pass of the cross-encoder."""
     seed: NonNegativeInt = 0
     """Random seed for `sampling_strategy: random`."""
@@ -273,6 +275,10 @@ class MineConfig:
                 f"range_max is {self.range_max}, expected at least range_min + num_negatives = "
                 f"{least}"
             )
+        if self.cross_encoder is None and self.cross_encoder_batch_size != PAIRS_OF_A_PASS:
+            raise InputError("cross_encoder_batch_size has no effect without cross_encoder")
+        if self.sampling_strategy == "top" and self.seed != 0:
+            raise InputError("seed has no effect with sampling_strategy top")
 
 
 @dataclass(eq=False, repr=False)

@@ -10,6 +10,7 @@ paper.
 
 import hashlib
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from unicodedata import normalize
@@ -31,6 +32,7 @@ from contaccum.retrieval.runs import Run
 from contaccum.runtime.checks import refuse_other_file
 from contaccum.runtime.processes import ALONE, Processes
 from contaccum.runtime.progress import progress_bar
+from contaccum.runtime.units import counted
 
 CUTOFFS = (1, 5, 20, 100)
 SECONDS_PER_MATCH = 1.0  # maximum time of a pattern on one passage; some patterns would never end
@@ -88,11 +90,14 @@ def answer_accuracy(
     found = {passage_id for hits in run.values() for passage_id, _ in hits}
     row_of = find_rows(corpus, found)
     per_query: dict[str, dict[str, float]] = {}
+    no_tokens = []  # questions whose answers are found in no passage; in DPR, in every one
     bar = progress_bar(len(questions), "matching answers", "questions", questions)
     for number, question in enumerate(bar):
         key = str(number)
         rows = [row_of[passage_id] for passage_id, _ in run.get(key, [])[: max(cutoffs)]]
         needles = [tokens for answer in question.answers if (tokens := token_string(answer))]
+        if match == "string" and not needles:
+            no_tokens.append(key)
         first_rank = float("inf")
         for rank, text in enumerate(corpus[rows]["text"] if rows else [], start=1):
             if match == "string":
@@ -105,6 +110,12 @@ def answer_accuracy(
                 first_rank = rank
                 break
         per_query[key] = {f"top{cutoff}": float(first_rank <= cutoff) for cutoff in cutoffs}
+    if no_tokens:
+        warnings.warn(
+            f"{counted(len(no_tokens), 'question')} without a letter, digit or symbol in an answer "
+            f"count as wrong (first: question {no_tokens[0]})",
+            stacklevel=2,
+        )
     return metrics_of(per_query)
 
 
