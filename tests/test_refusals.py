@@ -394,6 +394,13 @@ COMMANDS: list[tuple[str, str]] = [
      "--metric is 'ndcg@20', expected MEASURE@K, such as ndcg@10 (MEASURE: ndcg, map, recall, "
      "precision, mrr; K: 1, 3, 5, 10)"),
     ("search --model x --data y", "search needs exactly one of --query and --output, but got none"),
+    ("search --model bm25 --data d --output qa.csv/run.trec",
+     "qa.csv: cannot be created (this is a file, not a folder)"),
+    ("evaluate --model bm25 --data d,nfcorpus --output qa.csv",
+     "qa.csv: is a file; several data sets need the name of a folder"),
+    ("evaluate --model bm25 --data ,",
+     "data is ',', expected the name or the folder of a data set"),
+    ("evaluate --model bm25 --data d --relevance_level 0", "--relevance_level is 0, expected"),
     ("report d", "d: no config.yaml and no metrics.json; this is not the folder of a run"),
     ("report scored --metric f1", "scored/metrics.json: no metric 'f1'; expected one of ndcg@10"),
     ("train --config config.yaml --output_dir qa.csv",

@@ -128,8 +128,8 @@ def _evaluate(
         if len(sets) > 1:
             result = evaluate_benchmark(encoder, data, task.split, **shared)
             return render_benchmark(result, task.metric)
-        data = sets[0].data if sets else data  # "scifact," names one data set
-        return render_metrics(evaluate(encoder, data, task.split, **shared), task.metric)
+        # "scifact," names one data set
+        return render_metrics(evaluate(encoder, sets[0].data, task.split, **shared), task.metric)
 
 
 def _evaluate_run_file(task: EvaluateConfig, policy: DataPolicy) -> str:

@@ -1,5 +1,6 @@
 """Options of the commands for search, evaluation, mining, models and data."""
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,6 +54,14 @@ class SearchConfig:
     def check(self, processes: int = 1) -> None:
         """Raise InputError if a setting is not allowed, or contradicts another or the processes."""
         check_values(self)
+        if self.embeddings and self.index_dir:
+            folders = [os.path.realpath(folder) for folder in (self.embeddings, self.index_dir)]
+            if os.path.commonpath(folders) in folders:
+                raise InputError(
+                    f"embeddings {self.embeddings} and index_dir {self.index_dir}: one folder is "
+                    "the other or in it, and writing the index would delete the vectors; choose "
+                    "another folder for the index"
+                )
         if self.factory == "Flat":
             for name in ("search_params", "index_dir"):
                 if value := getattr(self, name):
@@ -136,7 +145,7 @@ class EvaluateConfig:
     split: str = "test"
     """Split whose relevance judgements (qrels) are used. In the beir benchmark, msmarco always uses
     dev, as in the literature."""
-    relevance_level: int = 1
+    relevance_level: PositiveInt = 1
     """Lowest grade that counts as relevant in map, recall, precision and mrr. Use 2 for TREC Deep
     Learning. ndcg uses all grades."""
     evaluator: Evaluator = "contaccum"

@@ -154,13 +154,16 @@ class ExampleTable:
         for first in range(0, len(kept), _BATCH):
             numbers = kept[first : first + _BATCH]
             queries = self.queries[numbers]
-            for number, key, text in zip(numbers, queries["id"], queries["text"], strict=True):
-                lists = (self.positives, self.negatives, self.others)
+            lists = [part.take(numbers) for part in (self.positives, self.negatives, self.others)]
+            # one read for all lists: a read takes longer than its passages
+            rows = np.unique(np.concatenate([part.values for part in lists]))
+            passages = list(Passage.of_columns(self.passages[rows]))
+            lists = [part.renumbered(rows) for part in lists]
+            for place, (key, text) in enumerate(zip(queries["id"], queries["text"], strict=True)):
                 positives, negatives, others = (
-                    list(Passage.of_columns(self.passages[part.row(number).tolist()]))
-                    for part in lists
+                    [passages[row] for row in part.row(place)] for part in lists
                 )
-                scores = [part.scores[part.span(number)] for part in lists[:OTHER]]
+                scores = [part.scores[part.span(place)] for part in lists[:OTHER]]
                 teacher = None
                 if not np.isnan(np.concatenate(scores)).any():
                     # the shortest decimals that round to the float32: 0.1, not 0.10000000149

@@ -116,7 +116,7 @@ def fields_of(names: Sequence[Any], where: str) -> dict[Any, str]:
             fields[name] = "pos"
     others = [name for name in names if name not in fields]
     missing = [field for field in ("query", "pos") if field not in fields.values()]
-    if len(missing) == 1 and len(others) == 1:
+    if len(missing) == 1 and len(others) == 1 and not _is_no_text(others[0]):
         fields[others.pop()] = missing.pop()
     elif len(missing) == 2 and len(others) >= 2 and not any(map(_is_no_text, others)):
         fields |= {name: missing.pop(0) if missing else "neg" for name in others}

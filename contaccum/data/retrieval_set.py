@@ -5,6 +5,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +33,13 @@ Qrels = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class RetrievalSet:
-    """Corpus, queries and qrels of an evaluation.
+    """Corpus, queries and qrels of an evaluation, or of a search, which needs no qrels.
 
-    Every query has a passage with a grade above 0.
+    In an evaluation, every query has a passage with a grade above 0.
     """
 
     corpus: Dataset  # columns id, title, text
-    queries: dict[str, str]  # query id -> text; contains only judged queries
+    queries: dict[str, str]  # query id -> text; in an evaluation, only judged queries
     qrels: Qrels
     corpus_hash: str = ""
     skips_own_id: bool = True
@@ -59,7 +60,7 @@ class JudgedSplit(RetrievalSet):
     passage_hashes: np.ndarray  # (n,) int64, hash of the text of each passage of the corpus
     rows: dict[str, int]  # judged passages of the corpus: passage id -> row number
 
-    @property
+    @cached_property
     def unknown(self) -> list[str]:
         """Passage id of each judgement whose passage the corpus lacks."""
         judged = (passage for grades in self.qrels.values() for passage in grades)

@@ -82,6 +82,11 @@ def _columns(texts: Any) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         raise InputError(
             f"found a {type(texts).__name__}; expected a list of texts, or texts by id"
         )
+    if isinstance(texts, Mapping) and all(isinstance(each, Mapping) for each in texts.values()):
+        # as BEIR's GenericDataLoader reads a corpus
+        passages = texts.values()
+        titles, contents = ([each.get(key) for each in passages] for key in ("title", "text"))
+        return list(texts), titles, contents
     if is_pandas or isinstance(texts, Mapping):
         items = list(texts.items())  # type: ignore[attr-defined]
     else:

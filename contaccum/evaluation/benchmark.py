@@ -13,6 +13,7 @@ from contaccum.catalog import NANO
 from contaccum.catalog.download import FORUMS
 from contaccum.config.commands import DataPolicy, EncoderConfig, Evaluator, SearchConfig
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
+from contaccum.errors import InputError
 from contaccum.evaluation.evaluate import evaluate
 from contaccum.evaluation.metrics import Metrics, average, read_metrics, shown_metrics
 from contaccum.retrieval.encode import Texts, load_encoder_of
@@ -61,6 +62,8 @@ def benchmark_sets(data: str, split: str) -> list[BenchmarkSet]:
             sets += [BenchmarkSet(f"{name}/{forum}", name_split, name) for forum in FORUMS]
         else:
             sets.append(BenchmarkSet(name, name_split, name))
+    if not sets:
+        raise InputError(f"data is {data!r}, expected the name or the folder of a data set")
     return sets
 
 
@@ -87,6 +90,8 @@ def evaluate_benchmark(
     """
     model = EncoderConfig.of(model)
     sets = benchmark_sets(os.fspath(data), split)
+    if output is not None and os.path.isfile(output):
+        raise InputError(f"{output}: is a file; several data sets need the name of a folder")
     # a wrong name or split is found before the model is loaded and the first set is evaluated
     with group.main_first():
         for benchmark_set in sets:

@@ -13,7 +13,7 @@ from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.errors import InputError
 from contaccum.evaluation.beir import evaluate_with_beir
-from contaccum.evaluation.metrics import Metrics, evaluate_run, save_metrics
+from contaccum.evaluation.metrics import Metrics, check_relevance, evaluate_run, save_metrics
 from contaccum.retrieval.retriever import DEFAULTS, Retriever, index_settings
 from contaccum.retrieval.runs import read_run
 from contaccum.runtime.checks import refuse_other_file
@@ -73,6 +73,7 @@ def evaluate(
     else:
         with group.main_first():
             retrieval_set = open_dataset(data, split, policy).retrieval_set
+    check_relevance(retrieval_set.qrels, relevance_level)  # before the search
     own = retrieval_set.skips_own_id
     retriever = Retriever.open(model, retrieval_set.corpus, settings, group)  # encodes the corpus
     about |= {
@@ -87,7 +88,7 @@ def evaluate(
         run,
         cutoffs=cutoffs,
         relevance_level=relevance_level,
-        ignore_identical_ids=own,
+        ignore_identical_ids=False,  # the search has left them out
     )
     metrics |= {"own_ids": False, "precision": retriever.precision}
     return save_metrics(metrics, output if group.is_main else None, about)

@@ -56,6 +56,20 @@ def hash_of_positives(qrels: Mapping[str, Mapping[str, int]]) -> str:
     return hashlib.sha256(json.dumps(positives).encode()).hexdigest()
 
 
+def check_relevance(qrels: Mapping[str, Mapping[str, int]], relevance_level: int) -> None:
+    """Raise InputError if no passage in ``qrels`` has the grade ``relevance_level`` or a higher."""
+    if relevance_level < 1:
+        raise InputError(f"relevance_level is {relevance_level}; expected at least 1")
+    if not qrels:
+        raise InputError("the qrels have no judged query; expected at least one")
+    highest = max((grade for grades in qrels.values() for grade in grades.values()), default=0)
+    if relevance_level > highest:
+        raise InputError(
+            f"relevance_level is {relevance_level}, but the highest grade is {highest}; no passage "
+            "would be relevant"
+        )
+
+
 def evaluate_run(
     qrels: Mapping[str, Mapping[str, int]],
     run: "Run",
@@ -100,16 +114,7 @@ def evaluate_run(
     # imports `datasets`, which a report does not need
     from contaccum.retrieval.runs import ranked
 
-    if relevance_level < 1:
-        raise InputError(f"relevance_level is {relevance_level}; expected at least 1")
-    if not qrels:
-        raise InputError("the qrels have no judged query; expected at least one")
-    highest = max((grade for grades in qrels.values() for grade in grades.values()), default=0)
-    if relevance_level > highest:
-        raise InputError(
-            f"relevance_level is {relevance_level}, but the highest grade is {highest}; no passage "
-            "would be relevant"
-        )
+    check_relevance(qrels, relevance_level)
     judged_run = {}
     for query_id in qrels:
         if query_id in run:

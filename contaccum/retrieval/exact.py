@@ -81,7 +81,7 @@ class ExactIndex:
             _full_float32(),
         ):
             scores, rows = self._search(queries, min(k, count_rows(self.shards)))
-        return best_first(scores.cpu().numpy(), rows.cpu().numpy(), k)
+        return scores.cpu().numpy(), rows.cpu().numpy()
 
     def _search(self, queries: np.ndarray, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         vectors = torch.from_numpy(queries).to(self.device)

@@ -115,8 +115,7 @@ class Index:
         """
         if (Path(folder) / MANIFEST).is_file():
             return cls.load(folder, origin, device)
-        # check before the slow build
-        refuse_other_files(Path(folder), "an index", INDEX_FILE, MANIFEST)
+        refuse_other_files(Path(folder), "an index", INDEX_FILE, MANIFEST)  # before the build
         index = cls.build(shards(), origin, device)
         index.save(folder)
         return index
@@ -174,8 +173,9 @@ class Index:
     def save(self, folder: str | Path) -> None:
         """Write the index and a manifest with its hash.
 
-        The folder appears only when it is complete.
+        The folder appears only when it is complete. Raises InputError if it has other files.
         """
+        refuse_other_files(Path(folder), "an index", INDEX_FILE, MANIFEST)
         with whole_folder(folder) as part:
             load_faiss().write_index(self.index, str(part / INDEX_FILE))
             manifest = _Manifest(self.origin, sha256_of(part / INDEX_FILE))

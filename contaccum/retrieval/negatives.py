@@ -36,7 +36,7 @@ class MiningQueries:
             forbidden = self._forbidden.setdefault(query, {query})
             for passage in example.positives:
                 positives.add(text_hash(passage.content))
-                forbidden |= _text_hashes(passage)
+                forbidden.update(_text_hashes(passage))
 
         # hash of a forbidden text -> rows of the passages with this text, with or without a title
         self._rows: dict[int, list[int]] = {
@@ -46,9 +46,9 @@ class MiningQueries:
         row = 0
         for batch in column_batches(self.corpus, PASSAGE_COLUMNS):
             for passage in Passage.of_columns(batch):
-                for text in _text_hashes(passage) & self._rows.keys():
+                content, *_ = texts = _text_hashes(passage)
+                for text in self._rows.keys() & texts:
                     self._rows[text].append(row)
-                content = text_hash(passage.content)
                 if content in positives:
                     self._row_of.setdefault(content, row)
                 row += 1
@@ -82,10 +82,12 @@ class MiningQueries:
         return {row for text in forbidden for row in self._rows[text]}
 
 
-def _text_hashes(passage: Passage) -> set[int]:
-    """Return the hashes of a passage's text with its title and, if it has a text, without."""
-    with_title = text_hash(passage.content)
-    return {with_title} if is_blank(passage.text) else {with_title, text_hash(passage.text)}
+def _text_hashes(passage: Passage) -> list[int]:
+    """Return the hashes of a passage's text with its title and, if it has both, without."""
+    texts = [passage.content]
+    if passage.title and not is_blank(passage.text):
+        texts.append(passage.text)
+    return list(map(text_hash, texts))
 
 
 class Selection(NamedTuple):

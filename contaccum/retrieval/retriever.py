@@ -19,9 +19,10 @@ from contaccum.config.commands import DataPolicy, EncoderConfig, SearchConfig
 from contaccum.config.declare import PositiveInt
 from contaccum.config.load import converted
 from contaccum.data.dataset import DEFAULT_POLICY, open_dataset
-from contaccum.data.tables import column_batches
+from contaccum.data.tables import PASSAGE_COLUMNS, column_batches
 from contaccum.data.texts import passage_table, texts_by_id
 from contaccum.errors import InputError
+from contaccum.formats.records import Passage
 from contaccum.retrieval.encode import (
     Texts,
     encode_in_memory,
@@ -269,15 +270,15 @@ class BM25(Retriever):
 
         self.corpus = corpus
         passages = corpus if extra is None else concatenate_datasets([corpus, extra])
-        _, contents = Texts("passage", passages).read(0, len(passages))
         self._count = len(passages)
         self._vocabulary: dict[str, int] = {}
         rows = [
             [
                 self._vocabulary.setdefault(word, len(self._vocabulary))
-                for word in words_of(content, of_query=False)
+                for word in words_of(passage.content, of_query=False)
             ]
-            for content in contents
+            for batch in column_batches(passages, PASSAGE_COLUMNS)
+            for passage in Passage.of_columns(batch)
         ]
         if self._vocabulary:  # bm25s divides by zero if the corpus has no words
             self._index = bm25s.BM25()

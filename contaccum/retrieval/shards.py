@@ -105,6 +105,19 @@ class _Manifest:
     shards: list[ShardRecord]
 
 
+@dataclass(frozen=True)
+class _Maker:
+    encoder: str
+
+
+@dataclass(frozen=True)
+class _Origins:
+    """Part of a manifest or record of vectors (job), or of the manifest of an index (origin)."""
+
+    job: _Maker | None = None
+    origin: _Maker | None = None
+
+
 def require_origin(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raise InputError if a saved result belongs to another encoder, other texts or settings.
 
@@ -122,13 +135,20 @@ def require_origin(path: Path, found: Mapping[str, Any], expected: Mapping[str, 
 def finished_shards(folder: Path, job: EncodingJob) -> dict[int, ShardRecord]:
     """Return the records of the finished shards in a folder by their numbers.
 
-    Raises InputError if the folder has embeddings of another job.
+    Raises InputError if the folder has embeddings of another job, or the manifest of something
+    else, such as an index.
     """
     finished = {}
     for path in sorted(folder.glob("*.shard.json")):
         found = read_json(path, _RecordFile, version=VERSION)
         require_origin(path, asdict(found.job), asdict(job))
-        finished[int(path.name.partition(".")[0])] = found.shard
+        number = path.name.removesuffix(".shard.json")
+        if not number.isdecimal():
+            raise InputError(f"{path}: expected a number before .shard.json; remove this file")
+        finished[int(number)] = found.shard
+    manifest = folder / MANIFEST
+    if not finished and manifest.is_file():
+        read_json(manifest, _Manifest, version=VERSION)
     return finished
 
 
@@ -147,10 +167,10 @@ def saved_precision(folder: str | Path) -> str | None:
     """Return the precision of the vectors or the index in a folder, or None if there are none."""
     for path in (Path(folder) / MANIFEST, *Path(folder).glob("*.shard.json")):
         with suppress(InputError):  # not finished
-            about = read_json(path, dict[str, Any])
-            source = about.get("job") or about.get("origin") or {}
-            precision = source.get("encoder", "").partition(" ")[0]
-            return precision if precision in PRECISIONS else None
+            about = read_json(path, _Origins)
+            if source := about.job or about.origin:
+                precision = source.encoder.partition(" ")[0]
+                return precision if precision in PRECISIONS else None
     return None
 
 

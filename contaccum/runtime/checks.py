@@ -60,11 +60,18 @@ def require_known_ids(largest: int, vocabulary: int | None, tokenizer: Any) -> N
 def refuse_other_file(
     output: str | Path | None, kind: Literal["run", "metrics", "page", "plan"]
 ) -> None:
-    """Raise InputError if ``output`` exists and is not a file of this kind.
+    """Raise InputError if ``output`` cannot be created, or exists and is not a file of this kind.
 
     The command would replace the file, which may be one of its inputs.
     """
-    if output is None or not os.path.exists(output):
+    if output is None:
+        return
+    if not os.path.exists(output):
+        parent = next(folder for folder in Path(output).parents if folder.exists())
+        if not parent.is_dir():
+            raise InputError(f"{parent}: cannot be created (this is a file, not a folder)")
+        if not os.access(parent, os.W_OK):
+            raise InputError(f"{output}: cannot be created, because {parent} is not writable")
         return
     if not os.path.isfile(output):
         what = "a folder" if os.path.isdir(output) else "a device or a pipe"

@@ -188,9 +188,12 @@ def test_own_id_is_dropped_before_the_cutoff():
     assert retriever.search({"a": "red apples"}, 2, ignore_identical_ids=True) == {"a": hits[1:]}
 
 
-def test_a_relevance_level_above_all_grades_is_refused():
+def test_a_relevance_level_above_all_grades_is_refused(tmp_path):
     with pytest.raises(InputError, match="relevance_level is 3, but the highest grade is 2"):
         evaluate_run({"q": {"p": 2}}, {"q": [("p", 1.0)]}, relevance_level=3)
+    # before the encoder is loaded and the corpus encoded
+    with pytest.raises(InputError, match="relevance_level is 2, but the highest grade is 1"):
+        evaluate("./no-encoder", write_beir(tmp_path / "data"), "test", relevance_level=2)
     assert evaluate_run({"q": {"p": 2}}, {"q": [("p", 1.0)]}, relevance_level=2)["mean"]["mrr@10"]
 
 

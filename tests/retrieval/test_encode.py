@@ -1,7 +1,9 @@
 """Encoding into shards: what is written, what is made again, what is refused."""
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +28,7 @@ from contaccum.retrieval.encode import (
     encode_texts,
     passage_vectors,
 )
-from contaccum.retrieval.shards import ShardFolder
+from contaccum.retrieval.shards import ShardFolder, saved_precision
 from contaccum.runtime.files import read_json, sha256_of, write_json
 from contaccum.runtime.processes import Processes
 
@@ -244,6 +246,39 @@ def test_a_folder_of_another_job_is_refused_and_left_as_it_is(tmp_path, change, 
     with pytest.raises(InputError, match=words):
         encode_texts(output_dir=tmp_path / "e", **settings | change)
     assert bytes_of(tmp_path / "e") == before
+
+
+def test_the_manifest_of_something_else_is_not_replaced(tmp_path):
+    """Of an index, or of a web app."""
+    for content in ({"format_version": 1, "origin": {"encoder": "e"}}, {"name": "my web app"}):
+        write_json(tmp_path / "manifest.json", content)
+        with pytest.raises(InputError, match=r"manifest\.json: "):
+            encode_texts(WordEncoder(), passages(), tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+        assert json.loads((tmp_path / "manifest.json").read_text()) == content
+
+
+def test_a_copy_of_a_record_is_named(tmp_path):
+    encode_texts(WordEncoder(), passages(), tmp_path)
+    shutil.copy(tmp_path / "00000.shard.json", tmp_path / "00000 (copy).shard.json")
+    with pytest.raises(InputError, match=r"00000 \(copy\)\.shard\.json: expected a number"):
+        encode_texts(WordEncoder(), passages(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "precision"),
+    [
+        ({"job": {"encoder": "bf16 1 2"}}, "bf16"),
+        ({"origin": {"encoder": "fp32 1 2"}}, "fp32"),
+        ({"job": {"encoder": "other"}}, None),
+        ({"job": {"encoder": 5}}, None),
+        ({"origin": "https://example.org"}, None),
+        ([], None),
+    ],
+)
+def test_the_precision_of_saved_vectors_is_read_from_any_manifest(content, precision, tmp_path):
+    write_json(tmp_path / "manifest.json", content)
+    assert saved_precision(tmp_path) == precision
 
 
 def test_reader_refuses_another_encoder_and_other_data(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import search_vectors as search
 
+from contaccum.config.commands import SearchConfig
 from contaccum.errors import InputError
 from contaccum.retrieval import exact, faiss_library
 from contaccum.retrieval import index as index_module
@@ -318,6 +319,17 @@ def test_exact_search_holds_a_few_shards_and_not_the_corpus(backend):
 KEPT = Origin("IVF8,Flat", "encoder", "source")
 
 
+@pytest.mark.parametrize(
+    ("index", "vectors"), [("a", "a"), ("a", "a/b"), ("a/b", "a"), ("a", "c/../a")]
+)
+def test_an_index_does_not_replace_the_folder_of_its_vectors(index, vectors, tmp_path):
+    folders = {"index_dir": str(tmp_path / index), "embeddings": str(tmp_path / vectors)}
+    settings = SearchConfig(factory="HNSW8", **folders)
+    with pytest.raises(InputError, match="writing the index would delete the vectors"):
+        settings.check()
+    replace(settings, embeddings=str(tmp_path / "ab")).check()  # control: a sibling
+
+
 def test_a_kept_index_of_another_origin_is_refused_before_its_file_is_read(tmp_path, monkeypatch):
     Index.load_or_build(tmp_path / "index", KEPT, shards)
     monkeypatch.setattr(index_module, "load_faiss", lambda: pytest.fail("faiss was asked for"))
@@ -333,6 +345,9 @@ def test_a_folder_of_something_else_is_refused_before_the_index_is_built(tmp_pat
         (tmp_path / folder / name).write_bytes(b"theirs")  # index.*: as other libraries name theirs
         with pytest.raises(InputError, match="contains files that do not belong to an index"):
             Index.load_or_build(tmp_path / folder, KEPT, lambda: pytest.fail("the index was built"))
+        assert (tmp_path / folder / name).read_bytes() == b"theirs"
+        with pytest.raises(InputError, match="contains files that do not belong to an index"):
+            Index.build(shards(), KEPT).save(tmp_path / folder)  # files put there during the build
         assert (tmp_path / folder / name).read_bytes() == b"theirs"
     (tmp_path / "vectors").mkdir()
     write_json(tmp_path / "vectors" / "manifest.json", {"job": {}})

@@ -495,6 +495,12 @@ def test_a_title_only_positive_forbids_only_its_own_copies(tmp_path):
     assert sorted(row["neg_id"]) == ["2", "4"]
 
 
+def test_no_query_at_all_is_an_error_and_writes_no_file(tmp_path):
+    with pytest.raises(InputError, match="no negative for 0 of 0 queries"):
+        write_mined(tmp_path / "mined.jsonl", [], MineConfig(), "jsonl", {})
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_report_of_another_file_is_not_replaced(data, tmp_path):
     mine("bm25", data, tmp_path / "mined.jsonl")
     with pytest.raises(InputError, match=r"mined\.jsonl: has the same report, mined"):

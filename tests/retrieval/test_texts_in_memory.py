@@ -24,6 +24,8 @@ NUMBERS = list(map(int, IDS))
         Dataset.from_dict({"_id": NUMBERS, "text": TEXTS, "title": [None, "", None]}),
         pandas.DataFrame({"id": NUMBERS, "text": TEXTS, "other": [1, 2, 3]}),
         pandas.DataFrame({"_id": IDS, "text": TEXTS, "title": [None, float("nan"), ""]}),
+        {key: {"title": "", "text": text} for key, text in BY_ID.items()},  # as BEIR reads it
+        {key: {"text": text} for key, text in BY_ID.items()},
         pandas.Series(TEXTS, index=NUMBERS),
         pandas.Series(TEXTS, index=IDS),
         dict(zip(np.array(NUMBERS), np.array(TEXTS), strict=True)),
