@@ -398,6 +398,8 @@ COMMANDS: list[tuple[str, str]] = [
      "qa.csv: cannot be created (this is a file, not a folder)"),
     ("evaluate --model bm25 --data d,nfcorpus --output qa.csv",
      "qa.csv: is a file; several data sets need the name of a folder"),
+    ("search --model bm25 --data d/corpus.jsonl --output out.trec",
+     "d/corpus.jsonl: has passages and no queries; expected a BEIR folder, or --query"),
     ("evaluate --model bm25 --data ,",
      "data is ',', expected the name or the folder of a data set"),
     ("evaluate --model bm25 --data d --relevance_level 0", "--relevance_level is 0, expected"),

@@ -134,19 +134,24 @@ def _evaluate(
 
 def _evaluate_run_file(task: EvaluateConfig, policy: DataPolicy) -> str:
     from contaccum.evaluation.evaluate import about_run_file, evaluate_run_file
-    from contaccum.evaluation.metrics import render_metrics, save_metrics
+    from contaccum.evaluation.metrics import Metrics, render_metrics, save_metrics
     from contaccum.evaluation.significance import compare, render_comparison
 
     run, qrels = str(task.run), str(task.qrels)
     output = task.output if is_main() else None
     refuse_other_file(output, "metrics")
     how = (None, task.relevance_level, policy, task.ignore_identical_ids)
-    metrics = evaluate_run_file(run, qrels, *how)
-    if task.metric not in metrics["mean"]:
-        raise InputError(f"{run}: has too few passages per query for --metric {task.metric}")
+
+    def measured(file: str) -> Metrics:
+        found = evaluate_run_file(file, qrels, *how)
+        if task.metric not in found["mean"]:
+            raise InputError(f"{file}: has too few passages per query for --metric {task.metric}")
+        return found
+
+    metrics = measured(run)
     lines = [render_metrics(metrics, task.metric)]
     if task.against is not None:
-        other = evaluate_run_file(task.against, qrels, *how)
+        other = measured(task.against)
         tested = compare({0: metrics["per_query"]}, {0: other["per_query"]}, task.metric)
         lines.append(render_comparison(tested, task.metric, task.against))
     # only after the second run was found to be valid

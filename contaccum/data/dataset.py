@@ -149,6 +149,11 @@ class RetrievalDataset:
 
         The queries are those that the split judges, or all queries of a BEIR folder without qrels.
         """
+        if self.kind == "corpus":
+            raise InputError(
+                f"{self.name}: has passages and no queries; expected a BEIR folder, or --query for "
+                "a search with one query"
+            )
         if self.kind != "beir":
             return self.retrieval_set
         if not splits_of(self.path):

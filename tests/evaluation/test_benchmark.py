@@ -308,6 +308,13 @@ def test_two_run_files_are_tested_query_by_query(tmp_path, capsys):
     assert (
         "one.trec: has too few passages per query for --metric ndcg@20" in capsys.readouterr().err
     )
+    deep = tmp_path / "deep.trec"
+    others = [(f"x{number}", -float(number)) for number in range(100, 120)]
+    write_run(deep, {query: [*hits, *others] for query, hits in run.items()})
+    call[2] = str(deep)
+    assert main([*call, "--against", str(short), "--metric", "ndcg@20"]) == 2
+    assert "short.trec: has too few passages" in capsys.readouterr().err
+    call[2] = str(one)
     alone, tested = tmp_path / "alone.json", tmp_path / "tested.json"
     for invalid in (["--metric", "foo"], ["--against", str(tmp_path / "absent.trec")]):
         assert main([*call, "--against", str(two), *invalid, "--output", str(tested)]) == 2
