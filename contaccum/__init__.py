@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from contaccum.errors import InputError
     from contaccum.evaluation.answers import evaluate_questions
     from contaccum.evaluation.benchmark import evaluate_benchmark
-    from contaccum.evaluation.evaluate import evaluate, evaluate_run_file
+    from contaccum.evaluation.evaluate import evaluate
+    from contaccum.evaluation.run_files import evaluate_run_file
     from contaccum.retrieval.encode import encode
     from contaccum.retrieval.mine import mine
     from contaccum.retrieval.retriever import Retriever, look, search
@@ -46,7 +47,7 @@ _HOMES = {
     "evaluate": "contaccum.evaluation.evaluate",
     "evaluate_benchmark": "contaccum.evaluation.benchmark",
     "evaluate_questions": "contaccum.evaluation.answers",
-    "evaluate_run_file": "contaccum.evaluation.evaluate",
+    "evaluate_run_file": "contaccum.evaluation.run_files",
     "look": "contaccum.retrieval.retriever",
     "merge": "contaccum.encoder",
     "mine": "contaccum.retrieval.mine",

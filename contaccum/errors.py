@@ -31,6 +31,8 @@ def joined_errors(
 ) -> InputError:
     """Return the only error, or one error with the first MOST_ERRORS messages.
 
+    Of messages that differ only in the place before ``: ``, the first one stands for all.
+
     source: name of the data with the errors. total: number of errors. Default: those in ``errors``.
     """
     total = total or len(errors)
@@ -39,7 +41,15 @@ def joined_errors(
     count = f"{source}: {total} errors"
     if total > MOST_ERRORS:
         count += f"; the first {MOST_ERRORS}:"
-    return InputError("\n  ".join([count, *map(str, errors[:MOST_ERRORS])]))
+    places: dict[str, list[str]] = {}  # message without place -> places
+    for error in errors[:MOST_ERRORS]:
+        place, _, message = str(error).partition(": ")
+        places.setdefault(message, []).append(place)
+    lines = []
+    for message, (first, *others) in places.items():
+        more = f" (and {len(others)} more, the last at {others[-1]})" if others else ""
+        lines.append(f"{first}: {message}{more}")
+    return InputError("\n  ".join([count, *lines]))
 
 
 def in_one_line(error: BaseException) -> str:

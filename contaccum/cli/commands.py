@@ -96,6 +96,9 @@ def _search(
 def _evaluate(
     task: EvaluateConfig, encoder: EncoderConfig, settings: SearchConfig, policy: DataPolicy
 ) -> str:
+    task.check(encoder, settings)
+    if task.run is not None:
+        return _evaluate_run_file(task, policy)
     with announced(LIBRARIES):
         from contaccum.evaluation.answers import evaluate_questions
         from contaccum.evaluation.benchmark import benchmark_sets, evaluate_benchmark
@@ -104,9 +107,6 @@ def _evaluate(
         from contaccum.runtime.processes import joined
         from contaccum.training.run_folder import warn_of_training_data
 
-    task.check(encoder, settings)
-    if task.run is not None:
-        return _evaluate_run_file(task, policy)
     with joined(encoder.timeout_minutes) as group:
         shared: dict[str, Any] = {
             "k": task.k,
@@ -133,8 +133,8 @@ def _evaluate(
 
 
 def _evaluate_run_file(task: EvaluateConfig, policy: DataPolicy) -> str:
-    from contaccum.evaluation.evaluate import about_run_file, evaluate_run_file
     from contaccum.evaluation.metrics import Metrics, render_metrics, save_metrics
+    from contaccum.evaluation.run_files import about_run_file, evaluate_run_file
     from contaccum.evaluation.significance import compare, render_comparison
 
     run, qrels = str(task.run), str(task.qrels)

@@ -1,6 +1,5 @@
-"""Evaluate a retriever on a data set, or compute the metrics of a run file from qrels."""
+"""Evaluate a retriever on a data set."""
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,8 @@ from contaccum.errors import InputError
 from contaccum.evaluation.beir import evaluate_with_beir
 from contaccum.evaluation.metrics import Metrics, check_relevance, evaluate_run, save_metrics
 from contaccum.retrieval.retriever import DEFAULTS, Retriever, index_settings
-from contaccum.retrieval.runs import read_run
 from contaccum.runtime.checks import refuse_other_file
 from contaccum.runtime.processes import ALONE, Processes
-from contaccum.runtime.units import counted
 
 if TYPE_CHECKING:
     from contaccum.encoder import DualEncoder
@@ -92,51 +89,3 @@ def evaluate(
     )
     metrics |= {"own_ids": False, "precision": retriever.precision}
     return save_metrics(metrics, output if group.is_main else None, about)
-
-
-def evaluate_run_file(
-    run: str | Path,
-    qrels: str | Path,
-    output: str | Path | None = None,
-    relevance_level: int = 1,
-    policy: DataPolicy = DEFAULT_POLICY,
-    ignore_identical_ids: bool = False,
-) -> Metrics:
-    """Compute the metrics of a TREC run file. qrels: file of relevance judgements.
-
-    Unlike in ``evaluate``, a passage with the id of its query counts, as in trec_eval, and a
-    warning gives the number of such queries. ignore_identical_ids: leave such passages out.
-
-    Cutoffs up to 10 are always used. A larger cutoff is used if the run has at least that many
-    passages for at least one query. If another query has fewer passages than the cutoff, the
-    missing passages count as not relevant, as in trec_eval. Queries without a relevant passage in
-    ``qrels`` are left out with a warning; if ``policy`` is strict, such a query is an error.
-    output: file to write the metrics to.
-    """
-    refuse_other_file(output, "metrics")
-    hits = read_run(run)
-    depth = max(10, *map(len, hits.values()))
-    cutoffs = [cutoff for cutoff in CUTOFFS if cutoff <= depth]
-    judgements = open_dataset(qrels, policy=policy).qrels
-    own = [key for key in judgements if any(passage == key for passage, _ in hits.get(key, ()))]
-    if own and not ignore_identical_ids:
-        warnings.warn(
-            f"{run}: {counted(len(own), 'query')} found the passage with the id of the query "
-            f"(first: {own[0]!r}), which counts as in trec_eval; search and evaluate --data leave "
-            "it out, as BEIR does, and so does --ignore_identical_ids true",
-            stacklevel=2,
-        )
-    metrics = evaluate_run(
-        judgements,
-        hits,
-        cutoffs=cutoffs,
-        relevance_level=relevance_level,
-        ignore_identical_ids=ignore_identical_ids,
-    )
-    metrics["own_ids"] = bool(own) and not ignore_identical_ids
-    return save_metrics(metrics, output, about_run_file(run, qrels, relevance_level))
-
-
-def about_run_file(run: str | Path, qrels: str | Path, relevance_level: int) -> dict[str, Any]:
-    """Return what a file of the metrics of a run file says about their origin."""
-    return {"run": run, "data": qrels, "relevance_level": relevance_level}

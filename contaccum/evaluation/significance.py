@@ -65,6 +65,11 @@ class Comparison:
     """95 % confidence interval of ``difference`` over queries and seeds, see ``over_both``. None:
     a system has only one run."""
 
+    @property
+    def p(self) -> float:
+        """Two-sided p over queries and seeds; over queries if a system has only one run."""
+        return self.p_permutation if self.p_both is None else self.p_both
+
 
 def mean_interval(values: ArrayLike) -> tuple[float, float]:
     """Return a 95 % confidence interval of a mean over queries. values: one value per query, (n,).

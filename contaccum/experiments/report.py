@@ -325,6 +325,7 @@ def results(
                 "better": one.wins,
                 "worse": one.losses,
                 "p": test.p,
+                "p_uncorrected": one.p,
                 "p_queries": test.p_queries,
             }
         rows.append(row)

@@ -320,7 +320,7 @@ def differences(
     best = ordered_groups(candidates, metric)[0]
     tested = [group for group in evaluated if group is not best]
     found = [compare(group.per_query(), best.per_query(), metric) for group in tested]
-    p = holm([one.p_permutation if one.p_both is None else one.p_both for one in found])
+    p = holm([one.p for one in found])
     p_queries = holm([one.p_permutation for one in found])
     return [
         Difference(group, best, found[number], p[number], p_queries[number])

@@ -123,6 +123,7 @@ def read_qrels(
 
     The first line decides about the number of columns and the separator: tabs or white space.
     """
+    refuse_json(path, "a table of query-id, corpus-id and score, or TREC qrels")
     separator: str | None = None
     columns = 0
     for location, line in numbered_lines(path, on_error=on_error):
@@ -319,6 +320,12 @@ def is_low(label: Any) -> bool:
 
 def is_json(path: Path) -> bool:
     return first_character(path) in ("{", "[")
+
+
+def refuse_json(path: Path, expected: str) -> None:
+    """Raise InputError if a file is JSON, as runs and qrels that BEIR returns."""
+    if is_json(path):
+        raise InputError(f"{path}: is JSON; expected {expected}")
 
 
 def kind_of_record(record: dict[str, Any], location: SourceLocation) -> TrainingKind | None:

@@ -320,7 +320,14 @@ def mine(
     search: dict[str, Any] = {}
     if encoder is not None:
         search = {"precision": retriever.precision, **index_settings(settings)}
-    about = {"model": name, "data": data, "split": split, "corpus": corpus, "search": search}
+    about = {
+        "model": name,
+        "data": data,
+        "split": split,
+        "corpus": corpus,
+        "passages": len(queries.corpus),
+        "search": search,
+    }
     mined = mine_all(queries, retriever, mining, to, cross_encoder, group)
     if not group.is_main:
         for _ in mined:
@@ -349,10 +356,17 @@ def render_mined(report: Mapping[str, Any], output: str | Path) -> str:
         most = report["settings"]["num_negatives"]
         number = "no negative" if most == 1 else f"fewer than {most} negatives"
         head += f"; {number} for {counted(report['queries_with_fewer'], 'query')}"
+    source = report["corpus"] or report["data"]
+    head += f"; searched {counted(report['passages'], 'passage')} of {source}"
     taken = ", ".join(f"{name} {count}" for name, count in report["removed"].items())
     table = [" " * 10 + "".join(f"{name:>10s}" for name in SPREAD)]
     table += [
         f"{name:10s}" + "".join(f"{row[n]:10.4f}" for n in SPREAD)
         for name, row in report["scores"].items()
     ]
+    if report["scores"]["margins"]["median"] < 0:
+        table.append(
+            "Most negatives score above the positive, so many may be relevant; --relative_margin "
+            "0.05 leaves such passages out."
+        )
     return "\n".join([head, f"candidates removed: {taken}", *table])

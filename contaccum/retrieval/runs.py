@@ -8,6 +8,7 @@ passages by id, so ``read_run`` does it too.
 
 import math
 import re
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -18,6 +19,7 @@ from datasets import Dataset
 
 from contaccum.data.corpus import find_rows
 from contaccum.errors import InputError
+from contaccum.formats.readers import refuse_json
 from contaccum.formats.records import numbered_lines, whole_records
 from contaccum.runtime.units import counted
 
@@ -91,18 +93,22 @@ def require_run_ids(path: str | Path, ids: Iterable[str]) -> None:
 def read_run(path: str | Path) -> Run:
     """Read a TREC run file, plain or gzipped.
 
-    The passages are sorted by score, not by rank, as in trec_eval.
+    The passages are sorted by score, not by rank, as in trec_eval. A warning says if the scores
+    rise with the ranks.
 
     Raises InputError with the line number if the number of columns is wrong, if a score is not
     finite, or if a query has the same passage twice.
     """
     path = Path(path)
+    refuse_json(path, f"a TREC run with {_COLUMNS}")
     scores: dict[str, dict[str, float]] = {}
+    before = ("", 0, 0.0)  # query id, rank and score of the line before
+    rising = falling = 0  # number of pairs of lines whose scores rise or fall with the rank
     for location, line in numbered_lines(path):
         columns = line.split()
         if len(columns) != 6:
             raise location.error(f"found {counted(len(columns), 'column')}; expected {_COLUMNS}")
-        query_id, _, passage_id, _, score, _ = columns
+        query_id, _, passage_id, rank, score, _ = columns
         hits = scores.setdefault(query_id, {})
         if passage_id in hits:
             raise location.error(
@@ -114,6 +120,17 @@ def read_run(path: str | Path) -> Run:
             hits[passage_id] = math.nan
         if not math.isfinite(hits[passage_id]):
             raise location.error(f"score is {score!r}; expected a finite number")
+        place = int(rank) if rank.isdecimal() else 0  # trec_eval does not read it
+        if before[0] == query_id and before[1] < place:
+            rising += hits[passage_id] > before[2]
+            falling += hits[passage_id] < before[2]
+        before = (query_id, place, hits[passage_id])
+    if rising > falling:
+        warnings.warn(
+            f"{path}: most scores rise with the ranks, so the last ranks count as the best, as in "
+            "trec_eval; expected higher scores for better passages",
+            stacklevel=2,
+        )
     if not scores:
         raise InputError(f"{path}: is empty; expected a TREC run with {_COLUMNS}")
     return {query_id: ranked(hits.items()) for query_id, hits in scores.items()}

@@ -135,8 +135,8 @@ def require_origin(path: Path, found: Mapping[str, Any], expected: Mapping[str, 
 def finished_shards(folder: Path, job: EncodingJob) -> dict[int, ShardRecord]:
     """Return the records of the finished shards in a folder by their numbers.
 
-    Raises InputError if the folder has embeddings of another job, or the manifest of something
-    else, such as an index.
+    Raises InputError if the folder has embeddings of another job, or the manifest or vectors of
+    something else, such as an index.
     """
     finished = {}
     for path in sorted(folder.glob("*.shard.json")):
@@ -146,9 +146,15 @@ def finished_shards(folder: Path, job: EncodingJob) -> dict[int, ShardRecord]:
         if not number.isdecimal():
             raise InputError(f"{path}: expected a number before .shard.json; remove this file")
         finished[int(number)] = found.shard
-    manifest = folder / MANIFEST
-    if not finished and manifest.is_file():
-        read_json(manifest, _Manifest, version=VERSION)
+    if not finished:
+        if (folder / MANIFEST).is_file():
+            read_json(folder / MANIFEST, _Manifest, version=VERSION)
+        for path in (*folder.glob("*.npy"), *folder.glob("*.parquet")):
+            if not path.stem.isdecimal():
+                raise InputError(
+                    f"{path}: is not a shard of contaccum, so its vectors would not be read; "
+                    "choose another folder"
+                )
     return finished
 
 

@@ -13,6 +13,7 @@ from contaccum.training import automatic, parts
 from contaccum.training.run_folder import DEV_METRICS_FILE
 
 NOTE = "note: "
+HIGH_RATE = 1e-2
 
 
 def first_lines(
@@ -47,6 +48,11 @@ def first_lines(
         doubts.append(
             f"{len(shared)} of {counted(len(dev_set.queries), 'dev query')} are also training "
             "queries, so the dev score is too high"
+        )
+    if config.optim.learning_rate > HIGH_RATE:
+        doubts.append(
+            f"optim.learning_rate is {config.optim.learning_rate:g}; encoders are usually trained "
+            "with 1e-6 to 1e-3, and with more the loss often stays at that of guessing"
         )
     if config.bank_size() and config.bank.warmup_steps >= total:
         doubts.append(

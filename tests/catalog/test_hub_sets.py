@@ -184,11 +184,11 @@ def test_a_mapping_that_cannot_be_is_refused_in_one_sentence(mapping, sentence, 
 def test_all_invalid_rows_of_a_table_are_listed(triplets):
     with pytest.raises(InputError) as caught:
         check(f"{triplets}?query=anchor&pos=real")
-    count, *found = str(caught.value).split("\n  ")
+    count, line = str(caught.value).split("\n  ")  # one line for equal sentences
     assert count.endswith("pos=real: 3 errors")
-    assert [line.partition(", row ")[2] for line in found] == [
-        f"{row}: column 'real' has a float; expected a text or a list of texts" for row in (1, 2, 3)
-    ]
+    sentence = "column 'real' has a float; expected a text or a list of texts"
+    assert line.partition(", row ")[2].startswith(f"1: {sentence} (and 2 more, the last at ")
+    assert line.endswith(", row 3)")
 
 
 def test_ids_and_titles_of_a_table_are_kept(tmp_path):

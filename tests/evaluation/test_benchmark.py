@@ -308,6 +308,11 @@ def test_two_run_files_are_tested_query_by_query(tmp_path, capsys):
     assert (
         "one.trec: has too few passages per query for --metric ndcg@20" in capsys.readouterr().err
     )
+    wrong = tmp_path / "wrong.trec"  # ranks as scores
+    lines = [line.split() for line in one.read_text().splitlines()]
+    wrong.write_text("".join(f"{' '.join([*cells[:4], cells[3], 'x'])}\n" for cells in lines))
+    with pytest.warns(UserWarning, match=r"wrong\.trec: most scores rise with the ranks"):
+        assert read_run(wrong).keys() == run.keys()
     deep = tmp_path / "deep.trec"
     others = [(f"x{number}", -float(number)) for number in range(100, 120)]
     write_run(deep, {query: [*hits, *others] for query, hits in run.items()})

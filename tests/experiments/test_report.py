@@ -385,6 +385,7 @@ def test_p_is_over_queries_where_a_setting_has_a_single_seed(tmp_path):
     assert about_seeds(found[:1]) == "The interval and p are over queries and seeds"
     rows = {row["run"]: row for row in results(groups, "ndcg@10", found)}
     one, two = found[0].found, found[1].found
+    assert [rows["b"]["p_uncorrected"], rows["c0"]["p_uncorrected"]] == raw
     assert (rows["b"]["low"], rows["b"]["high"]) == one.both != (one.low, one.high)
     assert (rows["c0"]["low"], rows["c0"]["high"]) == (two.low, two.high)
     assert [rows[name]["over"] for name in ("b", "c0")] == ["queries and seeds", "queries"]

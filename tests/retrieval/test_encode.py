@@ -258,6 +258,13 @@ def test_the_manifest_of_something_else_is_not_replaced(tmp_path):
         assert json.loads((tmp_path / "manifest.json").read_text()) == content
 
 
+def test_vectors_of_another_program_are_not_passed_over(tmp_path):
+    np.save(tmp_path / "mine.npy", np.zeros((ROWS, 48)))
+    with pytest.raises(InputError, match=r"mine\.npy: is not a shard of contaccum"):
+        encode_texts(WordEncoder(), passages(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.npy"]
+
+
 def test_a_copy_of_a_record_is_named(tmp_path):
     encode_texts(WordEncoder(), passages(), tmp_path)
     shutil.copy(tmp_path / "00000.shard.json", tmp_path / "00000 (copy).shard.json")

@@ -555,7 +555,12 @@ def test_next_commands_name_the_mined_file_and_then_the_test_data(data, tmp_path
     """The mined file has no test queries, but the folder of the dev queries has some."""
     output = tmp_path / "mined negatives.jsonl"
     assert main(["mine", "--model", "bm25", "--data", str(data), "--output", str(output)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == (
+    said = capsys.readouterr().out.splitlines()
+    assert f"; searched {len(open_corpus(data))} passages of {data}" in said[0]
+    margins = next(line for line in said if line.startswith("margins")).split()[1:]
+    median = float(margins[3])
+    assert any("Most negatives score above the positive" in line for line in said) == (median < 0)
+    assert said[-1] == (
         f"next: contaccum train --config finetune --data.train '{output}' "
         "--data.hard_negatives 1 --model.name MODEL --output_dir DIR"
     )

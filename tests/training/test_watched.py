@@ -73,6 +73,12 @@ def test_a_warmup_as_long_as_the_run_is_said(
         assert (found in capsys.readouterr().err) == (steps == long)
 
 
+@pytest.mark.parametrize(("rate", "said"), [(0.5, True), (0.01, False)])
+def test_a_very_high_learning_rate_is_said(rate, said, data, tmp_path, capsys):
+    train(train_config(data, tmp_path, **{"optim.learning_rate": rate, "optim.max_steps": 1}))
+    assert ("note: optim.learning_rate is 0.5; encoders are" in capsys.readouterr().err) == said
+
+
 def test_the_training_data_are_refused_as_dev_data(data, tmp_path):
     config = train_config(data, tmp_path / "run", **{"data.dev": str(data)})
     same = replace(config, data=replace(config.data, dev_split="train"))
