@@ -67,7 +67,7 @@ def refuse_other_file(
     if output is None:
         return
     if not os.path.exists(output):
-        parent = next(folder for folder in Path(output).parents if folder.exists())
+        parent = next((folder for folder in Path(output).parents if folder.exists()), Path())
         if not parent.is_dir():
             raise InputError(f"{parent}: cannot be created (this is a file, not a folder)")
         if not os.access(parent, os.W_OK):
