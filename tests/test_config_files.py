@@ -8,6 +8,7 @@ import yaml
 
 from contaccum.cli import main
 from contaccum.config import TrainConfig, to_yaml
+from contaccum.config.load import ELSEWHERE
 
 SOUND = "output_dir: out\ndata: {train: nowhere, hard_negatives: 1}\n"
 """Settings that are accepted; the command then ends because the data do not exist."""
@@ -85,6 +86,8 @@ def test_empty_value_is_answered_with_the_allowed_values(capsys):
         ("learning_rate", "did you mean {0}optim.learning_rate?"),
         ("batch_size", "did you mean {0}batch.global_batch_size or {0}batch.micro_batch_size?"),
         ("bank.sise", "did you mean {0}bank.size?"),
+        ("warmup_steps", "did you mean {0}bank.warmup_steps or {0}optim.warmup_steps?"),
+        *((name, f"did you mean {{0}}{setting}?") for name, setting in ELSEWHERE.items()),
         ("dev", "did you mean {0}data.dev?"),  # not run.device
         ("optim", "did you mean {0}optim.name?"),
     ],

@@ -25,6 +25,23 @@ READY = Path(__file__).parent.parent / "configs"
 """Folder of the ready-made configs."""
 PATHS = ("DATA", "DIR", "FILE", "MODEL", "PATH", "RUN")
 """Placeholders in ``--help`` of settings that can be a path."""
+ELSEWHERE = {
+    "bf16": "run.precision",
+    "fp16": "run.precision",
+    "gc_p_chunk_size": "batch.micro_batch_size",
+    "gradient_accumulation_steps": "batch.global_batch_size",
+    "lr": "optim.learning_rate",
+    "lr_scheduler_type": "optim.schedule",
+    "model_name_or_path": "model.name",
+    "num_train_epochs": "optim.epochs",
+    "passage_max_len": "model.max_passage_length",
+    "per_device_train_batch_size": "batch.global_batch_size",
+    "query_max_len": "model.max_query_length",
+    "train_group_size": "data.hard_negatives",
+    "untie_encoder": "model.tie_towers",
+    "warmup_ratio": "optim.warmup_steps",
+}
+"""Options of Tevatron and transformers -> the setting for it here, for hints."""
 CONFIG_VERSION = 1
 """``format_version`` that a run writes into its config.yaml."""
 
@@ -224,12 +241,12 @@ def hint(name: str, known: Collection[str], prefix: str = "") -> str:
     setting, such as ``--``.
     """
     group, _, last = name.rpartition(".")
-    last = {"lr": "learning_rate"}.get(last, last)
-    near = [each for each in known if each.startswith(f"{name}.")][:1]  # a group, such as model
-    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     last_words = {each: each.rpartition(".")[2] for each in known}
+    near = [each for each in known if each == ELSEWHERE.get(last)]
+    near = near or [each for each in known if each.startswith(f"{name}.")][:1]  # such as model
+    near = near or sorted(each for each in known if last_words[each] == last)
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     close = difflib.get_close_matches(last, set(last_words.values()), n=2, cutoff=0.7)
-    # in another group, or without a group
     near = near or sorted(each for each in known if last_words[each] in close)
     near = near or [each for each in known if each == group]  # such as model.name for model
     return f"; did you mean {' or '.join(prefix + each for each in near)}?" if near else ""
