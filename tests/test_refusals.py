@@ -398,8 +398,6 @@ COMMANDS: list[tuple[str, str]] = [
      "qa.csv: cannot be created (this is a file, not a folder)"),
     ("evaluate --model bm25 --data d,nfcorpus --output qa.csv",
      "qa.csv: is a file; several data sets need the name of a folder"),
-    ("evaluate --run pairs.jsonl --qrels d/qrels/test.tsv",
-     "pairs.jsonl: is JSON; expected a TREC run with six columns"),
     ("evaluate --run run.trec --qrels pairs.jsonl", "pairs.jsonl: is JSON; expected a table"),
     ("search --model bm25 --data d/corpus.jsonl --output out.trec",
      "d/corpus.jsonl: has passages and no queries; expected a BEIR folder, or --query"),

@@ -123,7 +123,6 @@ def read_qrels(
 
     The first line decides about the number of columns and the separator: tabs or white space.
     """
-    refuse_json(path, "a table of query-id, corpus-id and score, or TREC qrels")
     separator: str | None = None
     columns = 0
     for location, line in numbered_lines(path, on_error=on_error):
@@ -132,6 +131,7 @@ def read_qrels(
             separator = "\t" if line.count("\t") == 2 else None
         cells = line.split(separator)
         if len(cells) not in ((3, 4) if is_first else (columns,)):
+            refuse_json(path, "a table of query-id, corpus-id and score, or TREC qrels")
             on_error(
                 location.error(
                     f"found {counted(len(cells), 'column')}; a line must have "

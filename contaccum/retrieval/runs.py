@@ -100,13 +100,13 @@ def read_run(path: str | Path) -> Run:
     finite, or if a query has the same passage twice.
     """
     path = Path(path)
-    refuse_json(path, f"a TREC run with {_COLUMNS}")
     scores: dict[str, dict[str, float]] = {}
     before = ("", 0, 0.0)  # query id, rank and score of the line before
     rising = falling = 0  # number of pairs of lines whose scores rise or fall with the rank
     for location, line in numbered_lines(path):
         columns = line.split()
         if len(columns) != 6:
+            refuse_json(path, f"a TREC run with {_COLUMNS}")
             raise location.error(f"found {counted(len(columns), 'column')}; expected {_COLUMNS}")
         query_id, _, passage_id, rank, score, _ = columns
         hits = scores.setdefault(query_id, {})

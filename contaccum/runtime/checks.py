@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 from contaccum.errors import InputError
@@ -70,9 +71,11 @@ def refuse_other_file(
         parent = next((folder for folder in Path(output).parents if folder.exists()), Path())
         if not parent.is_dir():
             raise InputError(f"{parent}: cannot be created (this is a file, not a folder)")
-        if not os.access(parent, os.W_OK):
-            raise InputError(f"{output}: cannot be created, because {parent} is not writable")
-        return
+        try:
+            with TemporaryFile(dir=parent):
+                return
+        except OSError as error:
+            raise InputError(f"{output}: cannot be created ({error.strerror})") from error
     if not os.path.isfile(output):
         what = "a folder" if os.path.isdir(output) else "a device or a pipe"
         raise InputError(f"{output}: is {what}; expected the name of a file")
