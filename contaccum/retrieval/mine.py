@@ -210,7 +210,7 @@ def write_mined(
     with whole_records(output) as file:
         file.writelines(framed(lines(), to))
         empty = numbers.count(0)
-        if empty == len(numbers) or 2 * empty > len(numbers):
+        if 2 * empty > len(numbers) or not numbers:
             reasons = ", ".join(f"{name} {count}" for name, count in removed.items())
             sentence = (
                 f"{output}: no negative for {empty} of {counted(len(numbers), 'query')} "

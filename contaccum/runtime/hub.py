@@ -126,7 +126,7 @@ def optional_file(name: str, file: str) -> str | None:
             known_missing = try_to_load_from_cache(name, file) is not None
             if known_missing or constants.is_offline_mode():
                 return None
-            raise error.__cause__ or error from None
+            raise error.__cause__ or error from None  # the cause names the HTTP status
         except EntryNotFoundError:
             return None
 

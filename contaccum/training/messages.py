@@ -13,7 +13,7 @@ from contaccum.training import automatic, parts
 from contaccum.training.run_folder import DEV_METRICS_FILE
 
 NOTE = "note: "
-HIGH_RATE = 1e-2
+HIGH_RATE = 1e-2  # learning rate above which a run prints a note
 
 
 def first_lines(
