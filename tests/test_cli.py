@@ -257,8 +257,11 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"contaccum {contaccum.__version__}\n"
 
 
-def test_start_up_needs_no_torch():
-    """`--help`, a refused config and the `data` commands import no torch."""
+def test_start_up_needs_no_torch(tmp_path):
+    """`--help`, a refused config, the `data` commands and `evaluate --run` import no torch."""
+    run, qrels = tmp_path / "run.trec", tmp_path / "qrels.tsv"
+    run.write_text("q Q0 p 1 1.0 x\n")
+    qrels.write_text("q\tp\t1\n")
     script = """
 import sys
 from contaccum.cli import main
@@ -270,6 +273,7 @@ print("torch" in sys.modules)
         ["train", "--help"],
         ["train", "--bank.sise", "3"],
         ["data", "check", "absent"],
+        ["evaluate", "--run", run, "--qrels", qrels],
     ):
         done = subprocess.run(
             [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True
