@@ -89,8 +89,9 @@ class EncodeConfig:
     kind: TextKind | None = None
     """Kind of the texts to encode. Default: query for a file of queries, such as queries.jsonl,
     else passage."""
-    shard_size: PositiveInt = 50_000
-    """Number of texts in one shard."""
+    shard_size: PositiveInt | None = None
+    """Number of texts in one shard. Default: at most 50000, so that all processes have about equal
+    work."""
     dtype: VectorType = "float32"
     """Data type of the vectors on disk."""
     format: ShardFormat = "npy"

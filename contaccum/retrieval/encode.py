@@ -38,6 +38,7 @@ from contaccum.retrieval.shards import (
     refuse_infinite,
     saved_precision,
     started_format,
+    usual_shard_size,
     write_manifest,
     write_shard,
 )
@@ -307,7 +308,7 @@ def encode_texts(
     group: Processes = ALONE,
     *,
     dtype: str = "float32",
-    shard_size: int = 50_000,
+    shard_size: int | None = None,
     batch_tokens: int | None = None,
     format: str = "npy",
     text: bool = False,
@@ -317,16 +318,20 @@ def encode_texts(
 
     Return True if the shards of all processes are finished, else False.
 
-    group: processes that share the work; each of W processes encodes every W-th shard. format:
-    ``npy`` or ``parquet``. text: whether Parquet files also contain the texts. fingerprint: that of
-    the encoder, if the caller has it, because hashing the weights may take seconds. The process
-    that finishes last writes the manifest. Finished shards are reused. Damaged shards are encoded
-    again with a warning. Memory holds one shard.
+    group: processes that share the work; each of W processes encodes every W-th shard. shard_size:
+    None: that of the finished shards, else see ``usual_shard_size``. format: ``npy`` or
+    ``parquet``. text: whether Parquet files also contain the texts. fingerprint: that of the
+    encoder, if the caller has it, because hashing the weights may take seconds. The process that
+    finishes last writes the manifest. Finished shards are reused. Damaged shards are encoded again
+    with a warning. Memory holds one shard.
 
     Raises InputError if a vector is not finite, or if the folder has the embeddings of a different
     job (texts, encoder, dtype, shard size or format).
     """
     folder = Path(output_dir)
+    if shard_size is None:
+        started = started_format(folder).get("shard_size")
+        shard_size = started or usual_shard_size(texts.rows, group.world)
     job = EncodingJob(
         kind=texts.kind,
         encoder=fingerprint or encoder.fingerprint(texts.kind, batch_tokens),
@@ -403,7 +408,7 @@ def encode(
     *,
     kind: str | None = None,
     dtype: str = "float32",
-    shard_size: int = 50_000,
+    shard_size: int | None = None,
     batch_tokens: int | None = None,
     format: str = "npy",
     text: bool = False,
