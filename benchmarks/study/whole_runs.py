@@ -150,11 +150,17 @@ def larger(data: str, row: str, done: Done) -> Iterator[Job]:
         yield from (job(data, row, (512, rate), 3600, seed) for seed in (1, 2))
 
 
+def baselines() -> Iterator[Job]:
+    """Yield the evaluations of models that are not trained."""
+    for data in OTHER:
+        for row in ("untrained", "bm25"):
+            yield {"name": f"{data}-{row}", "row": row, "set": data, "seed": 0,
+                   "evaluate": job(data, "grad_cache", GRID[0], 900, 0)["evaluate"]}  # fmt: skip
+
+
 def plan(done: Done) -> Iterator[Job]:
     """Yield the jobs that can be known now, the most important first."""
-    for data in OTHER:
-        yield {"name": f"{data}-untrained", "row": "untrained", "set": data, "seed": 0,
-               "evaluate": job(data, "grad_cache", GRID[0], 900, 0)["evaluate"]}  # fmt: skip
+    yield from baselines()
     for row in ROWS:
         for data in OTHER:
             jobs, choice = rungs(data, row, done)
@@ -197,6 +203,22 @@ def judged_set(folder: Path, split: str) -> RetrievalSet:
     return open_dataset(str(folder), split, DataPolicy(repair=True)).retrieval_set
 
 
+def documents_of(sets: Path) -> Job:
+    """Return a line with the document of every test query, in the order of sorted query ids.
+
+    A document is a module of the API docs, and a page of MedQuAD.
+    """
+    found = {}
+    for data in OTHER:
+        queries = [json.loads(line) for line in (sets / data / "queries.jsonl").open("rb")]
+        module_of = {each["_id"]: each.get("metadata", {}).get("module") for each in queries}
+        found[f"{data}/test"] = [
+            module_of[key] or key.rsplit("-", 2)[0]
+            for key in sorted(judged_set(sets / data, "test").queries)
+        ]
+    return {"name": "documents", "row": "documents", "documents": found}
+
+
 def run(job: Job, sets: Path, model: Path, out: Path, device: str) -> Job:
     """Make one run in a process of the pool; return the job with its scores, or with its error."""
     torch.set_num_threads(1)
@@ -226,12 +248,15 @@ def run(job: Job, sets: Path, model: Path, out: Path, device: str) -> Job:
             }  # fmt: skip
             config = TrainConfig.from_config("study/whole")
             trained = str(train(with_changes(config, {k: str(v) for k, v in changes.items()})))
-        loaded = DualEncoder.load(trained, **({} if "settings" in job else LENGTHS))
+        loaded: DualEncoder | str = "bm25"
+        if job["row"] != "bm25":
+            loaded = DualEncoder.load(trained, **({} if "settings" in job else LENGTHS))
+            loaded = loaded.to(encoding_device(device))
         scores = {}
         for name in job["evaluate"]:
             folder_name, split = name.split("/")
             judged = judged_set(sets / folder_name, split)
-            found = evaluate(loaded.to(encoding_device(device)), judged, k=100, settings=settings)
+            found = evaluate(loaded, judged, k=100, settings=settings)
             per_query = found["per_query"]
             scores[name] = {
                 "ndcg@10": round(found["mean"]["ndcg@10"], 5), "queries": len(per_query),
@@ -262,6 +287,9 @@ def main() -> None:
     for data in OTHER:  # whole.jsonl may come from another machine, without the mined passages
         if not mined_file(args.out, data).exists():
             done.pop(f"{data}-mine", None)
+    if "documents" not in done:
+        with file.open("a", encoding="utf-8") as results:
+            results.write(json.dumps(documents_of(args.sets)) + "\n")
     running: dict[Future[Job], str] = {}
     where = (args.sets.resolve(), args.model.resolve(), args.out.resolve(), args.device)
     pool = ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn"))
