@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if getattr(stream, "errors", None) == "strict":  # as that of a terminal without UTF-8
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    before, warnings.showwarning = warnings.showwarning, _show_warning
+    before, warnings.showwarning = warnings.showwarning, _each_warning_once()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     if debug:
@@ -138,8 +139,16 @@ def _start(name: str, parts: list[Any]) -> None:
     return run_with_error_file(run)
 
 
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    _say(f"warning: {message}")
+def _each_warning_once() -> Callable[..., None]:
+    """Return a function that prints warnings. A file may be read twice, and so may its warning."""
+    shown: set[str] = set()
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        if (sentence := f"warning: {message}") not in shown:
+            shown.add(sentence)
+            _say(sentence)
+
+    return show
 
 
 def _say(sentence: str, exit_code: int = 0) -> int:
