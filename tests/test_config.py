@@ -112,7 +112,7 @@ def test_presets_are_laid_over_a_config_without_a_warning(memory, fast, capsys, 
         capsys, CONFIGS[0].parent / "finetune.yaml", *given, "--output_dir", "x",
         "--data.train", "x",
     )  # fmt: skip
-    made = from_mapping(printed)
+    made = from_mapping(TrainConfig, printed)
     validate(made)
     assert not [str(one.message) for one in recwarn if "no effect" in str(one.message)]
     assert made.micro_batch_size(1) == {"11gb": 8, "24gb": 32, "80gb": 128}[memory]
@@ -121,7 +121,9 @@ def test_presets_are_laid_over_a_config_without_a_warning(memory, fast, capsys, 
 
 def test_the_replay_preset_keeps_the_pairs_of_an_update_in_a_bank(capsys, recwarn):
     options = ["--config", "presets/replay", "--output_dir", "x", "--data.train", "x"]
-    made = from_mapping(print_config(capsys, CONFIGS[0].parent / "finetune.yaml", *options))
+    made = from_mapping(
+        TrainConfig, print_config(capsys, CONFIGS[0].parent / "finetune.yaml", *options)
+    )
     validate(made)
     assert not [str(one.message) for one in recwarn if "no effect" in str(one.message)]
     assert (made.method, made.bank_size(), made.replay_share) == ("cont_cache", 128, 0.5)
@@ -200,15 +202,26 @@ def test_a_bank_that_the_method_does_not_have_is_named(command, text, options, s
 def test_changes_to_another_method_do_not_keep_the_share():
     """A share below 1 would make grad_cache another method, in ``compare`` and ``auto`` as well."""
     base = TrainConfig.from_config("presets/replay")
-    changed = [
-        with_changes(base, changes)
-        for changes in (
-            {"method": "grad_cache"},
-            {"method": "cont_cache"},
-            {"method": "grad_cache", "replay.share": "0.3"},
-        )
-    ]
-    assert [config.replay_share for config in changed] == [1.0, 0.5, 0.3]
+    with pytest.warns(
+        UserWarning, match=r"^replay\.share 0\.5 is not used, .* 'grad_cache'; set it"
+    ):
+        assert with_changes(base, {"method": "grad_cache"}).replay_share == 1
+    assert with_changes(base, {"method": "cont_cache"}).replay_share == 0.5
+    assert with_changes(base, {"method": "grad_cache", "replay.share": "0.3"}).replay_share == 0.3
+
+
+def test_changes_drop_what_a_run_chose_for_the_settings_that_they_replace():
+    """The same rule as for options, so that ``compare --vary`` trains what it says."""
+    base = config(
+        "grad_cache", **{"batch.micro_batch_size": "auto", "batch.micro_batch_tokens": 400}
+    )
+    with pytest.warns(
+        UserWarning, match=r"^batch\.micro_batch_tokens 400 is not used, because batch"
+    ):
+        made = with_changes(base, {"batch.micro_batch_size": "2"})
+    assert (made.batch.micro_batch_size, made.batch.micro_batch_tokens) == (2, None)
+    kept = with_changes(base, {"optim.learning_rate": "1e-3"})
+    assert kept.batch == base.batch
 
 
 @pytest.mark.filterwarnings("ignore:.*replay.share 0.5 is not used")
@@ -456,9 +469,9 @@ def test_a_config_of_a_mapping_is_the_config_that_it_came_from():
     original = config(
         **{"data.train": "", "data.mixture": [MixtureConfig("x"), MixtureConfig("y")]}
     )
-    assert from_mapping(asdict(original)) == original
+    assert from_mapping(TrainConfig, asdict(original)) == original
     with pytest.raises(InputError, match=r"bank.sise: no such setting; did you mean bank.size\?"):
-        from_mapping({"bank": {"sise": 3}})
+        from_mapping(TrainConfig, {"bank": {"sise": 3}})
 
 
 READ_BY = {

@@ -185,6 +185,15 @@ def test_what_a_run_chose_gives_way_to_later_settings(options, kept, written, ca
     assert {name: batch[name] for name in kept} == kept
 
 
+@pytest.mark.parametrize(("options", "size"), [(["--method", "grad_accum"], "auto"), ([], 16)])
+@pytest.mark.filterwarnings("ignore:.*micro_batch_size 16 is not used, because")
+def test_the_whole_step_of_in_batch_is_no_micro_batch_of_another_method(
+    options, size, written, capsys
+):
+    file = written("method: in_batch\nbatch: {micro_batch_size: 16, global_batch_size: 16}\n")
+    assert printed(capsys, "--config", file, *options)["batch"]["micro_batch_size"] == size
+
+
 @pytest.mark.filterwarnings("ignore:.*model.unpad true is not used, because")
 def test_attention_that_needs_padding_gives_padding(written, capsys):
     file = written("model: {unpad: true}\n")

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import Field, asdict, dataclass, field
 from functools import cache
-from typing import Any
 
 import yaml
 
@@ -34,8 +33,15 @@ from contaccum.config.groups import (
     OptimConfig,
     ReplayConfig,
 )
-from contaccum.config.load import Dumper, check_values, flat, load, settings_of, with_changes
-from contaccum.config.load import from_mapping as _from_mapping
+from contaccum.config.load import (
+    Dumper,
+    check_values,
+    flat,
+    from_mapping,
+    load,
+    settings_of,
+    with_changes,
+)
 from contaccum.config.run import CUTOFFS, METRIC_CUTS, METRIC_MEASURES, RunConfig
 from contaccum.errors import InputError
 
@@ -245,14 +251,6 @@ def validate(config: TrainConfig, world: int = 1, warn: bool = True) -> None:
         raise InputError(sentence)
     for sentence in config.unused() if warn else ():
         warnings.warn(sentence, stacklevel=2)
-
-
-def from_mapping(values: dict[str, Any]) -> TrainConfig:
-    """Build a config from nested mappings, the inverse of ``asdict``.
-
-    Raises InputError for unknown settings.
-    """
-    return _from_mapping(TrainConfig, values)
 
 
 def to_yaml(config: TrainConfig) -> str:

@@ -9,7 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import Field, fields, is_dataclass, replace
+from dataclasses import Field, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
@@ -107,6 +107,9 @@ def _drop_contradicted(source: Mapping[str, Given], given: dict[str, Given]) -> 
         size = given.get("batch.micro_batch_size")
         if size and size.value == "auto":
             _drop("batch.micro_batch_tokens", given, source, method)
+        # the size of in_batch is always that of a step
+        if before.value == "in_batch":
+            _drop("batch.micro_batch_size", given, source, method)
     if size := source.get("batch.micro_batch_size"):
         _drop("batch.micro_batch_tokens", given, source, size)
     attention = source.get("model.attention")
@@ -121,9 +124,12 @@ def _drop(name: str, given: dict[str, Given], source: Mapping[str, Given], reaso
     """
     dropped = given.pop(name, None)
     if dropped and dropped.value not in (None, "auto") and name not in source:
+        advice = f"give --{name} {shown(dropped.value)}"
+        if dropped.where == name:  # of a config that ``with_changes`` changes
+            advice = f"set it together with {reason.where}"
         warnings.warn(
             f"{dropped.where} {shown(dropped.value)} is not used, because {reason.where} is "
-            f"{shown(reason.value)}; give --{name} {shown(dropped.value)} to use it",
+            f"{shown(reason.value)}; {advice} to use it",
             stacklevel=4,
         )
 
@@ -147,21 +153,16 @@ def is_group(declared: Field) -> bool:
     return isinstance(declared.type, type) and is_dataclass(declared.type)
 
 
-def _build(kind: Any, given: Mapping[str, Given], prefix: str = "", base: Any | None = None) -> Any:
-    """Return an instance of a dataclass.
-
-    prefix: group of its settings, and a dot. base: instance with the values that are not given.
-    Default: the defaults.
-    """
+def _build(kind: Any, given: Mapping[str, Given], prefix: str = "") -> Any:
+    """Return an instance of a dataclass. prefix: group of its settings, and a dot."""
     values: dict[str, Any] = {}
     for declared in fields(kind):
         name = prefix + declared.name
         if is_group(declared):
-            group = base and getattr(base, declared.name)
-            values[declared.name] = _build(declared.type, given, f"{name}.", group)
+            values[declared.name] = _build(declared.type, given, f"{name}.")
         elif name in given:
             values[declared.name] = _with_home(declared, converted(declared.type, *given[name]))
-    return replace(base, **values) if base else kind(**values)
+    return kind(**values)
 
 
 def _with_home(declared: Field, value: Any) -> Any:
@@ -188,25 +189,25 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 def from_mapping(kind: type[Options], values: Mapping[str, Any], where: str = "") -> Options:
     """Build a dataclass from nested mappings, the inverse of ``asdict``.
 
-    where: start of the error messages.
+    where: start of the error messages. Raises InputError for unknown settings.
     """
     given = {name: Given(value, where + name) for name, value in flat(values).items()}
     refuse_unknown(given, settings_of(kind))
     return _build(kind, given)
 
 
-def with_changes(config: Options, changes: Mapping[str, str]) -> Options:
+def with_changes(config: Options, changes: Mapping[str, Any]) -> Options:
     """Return a copy of ``config`` with changed settings.
 
-    changes: name of a setting -> new value as text. Another method does not keep `replay.share`.
+    changes: name of a setting -> new value; a text is read as that of an option. Values of
+    ``config`` that the changes contradict are dropped with a warning, as in ``load``.
     """
-    known = settings_of(type(config))
-    # a share below 1 makes grad_cache another method, so another method has its own share
-    if "method" in changes and changes["method"] != getattr(config, "method", None):
-        changes = {"replay.share": "1", **changes}
-    given = _from_texts(known, changes, "")
-    refuse_unknown(given, known)
-    return _build(type(config), given, base=config)
+    values: Any = config
+    given = {name: Given(value, name) for name, value in flat(asdict(values)).items()}
+    changed = _from_texts(settings_of(type(config)), changes, "")
+    refuse_unknown(changed, given)
+    _drop_contradicted(changed, given)
+    return _build(type(config), given | changed)
 
 
 def check_values(options: Any, prefix: str = "") -> None:
@@ -276,15 +277,18 @@ def converted(kind: Any, value: Any, where: str) -> Any:
         expected = message[0].lower() + message[1:].replace("`array`", "a list")
         if "`str" in message and isinstance(value, int | float):
             expected += "; write it in quotes"
+        if isinstance(value, str) and "`array`" in message:
+            expected += ", such as [a, b]"
         if words := choices(kind):
             expected = f"expected {placeholder(kind)}"
             if near := difflib.get_close_matches(str(value), words, n=1):
                 expected += f"; did you mean {near[0]}?"
         raise InputError(f"{where} is {shown(value)}, {expected}") from None
-    if isinstance(found, float) and not math.isfinite(found):
-        raise InputError(f"{where} is {found}, expected a finite number")
-    if isinstance(found, int) and abs(found) >= 2**63:
-        raise InputError(f"{where} is {found}, expected a number below 2**63")
+    for number in found if isinstance(found, list | tuple) else [found]:
+        if isinstance(number, float) and not math.isfinite(number):
+            raise InputError(f"{where} is {found}, expected a finite number")
+        if isinstance(number, int) and abs(number) >= 2**63:
+            raise InputError(f"{where} is {found}, expected a number below 2**63")
     return found
 
 

@@ -84,14 +84,12 @@ from contaccum.training.run_folder import (
 )
 
 BANK = {"bank.age_decay": "1.0", "bank.row_weight": "current"}
+WITHOUT_DROPOUT = {"model.dropout": "0", "model.attention_dropout": "0", "lora.dropout": "0"}
 RECIPES: tuple[dict[str, str], ...] = (
     {"method": "grad_cache", "replay.share": "1"},
-    {
-        "method": "cont_cache", "replay.share": "0.5", "model.dropout": "0",
-        "model.attention_dropout": "0", "lora.dropout": "0", **BANK,
-    },
+    {"method": "cont_cache", "replay.share": "0.5", **WITHOUT_DROPOUT, **BANK},
     {"method": "cont_accum", **BANK},
-)  # fmt: skip
+)
 """Methods to try, each with its settings. Without time to choose, the first one is used: it is also
 the method of ``train`` and of the config ``finetune``."""
 BATCHES = (16, 64, 128)
@@ -167,8 +165,14 @@ class Auto:
         ignored = [name for name in CHOSEN if values[name] != defaults[name]]
         if ignored:
             warnings.warn(
-                "contaccum auto chooses these settings and ignores your values: "
-                f"{', '.join(ignored)}",
+                f"contaccum auto chooses {', '.join(ignored)} itself, so values from a config file "
+                "or options have no effect",
+                stacklevel=2,
+            )
+        if dropped := [name for name in WITHOUT_DROPOUT if values[name]]:
+            warnings.warn(
+                f"partial replay trains without dropout, so {', '.join(dropped)} has no effect on "
+                "the runs with it",
                 stacklevel=2,
             )
         validate(base, warn=False)  # each run warns about its settings without effect
@@ -464,6 +468,7 @@ class Auto:
                 f"tuning: trying {described(values)} for {steps} steps, which take about "
                 f"{duration(seconds)}"
             )
+            continued = folder.is_dir()
             began = time.monotonic()
             pace = Pace(began + state.expected("run") + 1.25 * seconds, steps)
             try:
@@ -477,6 +482,8 @@ class Auto:
                 if logged:
                     seconds = sum(line["seconds"] for line in logged)
                     state.seconds["pass"] = seconds / sum(line["passes"] for line in logged)
+                # the time outside the steps is only known of a whole run in one call
+                if logged and not continued and (folder / TUNED_FILE).is_file():
                     outside = time.monotonic() - began - seconds
                     state.seconds["run"] = max(outside, state.seconds.get("run", 0.0))
                 state.save()

@@ -6,11 +6,10 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from fractions import Fraction
-from functools import cache
 from pathlib import Path
 
 from contaccum.catalog import source_of
-from contaccum.config import METHOD_SPECS, DataConfig, TrainConfig, validate
+from contaccum.config import METHOD_SPECS, DataConfig, TrainConfig, affects, validate
 from contaccum.config.experiments import CompareConfig
 from contaccum.config.load import flat
 from contaccum.data.dataset import is_trained_on, require_other_dev
@@ -35,7 +34,6 @@ from contaccum.experiments.run_records import (
 from contaccum.experiments.settings import (
     Values,
     Variant,
-    combinations,
     named,
     read_names,
     read_settings,
@@ -60,7 +58,8 @@ BASELINES: tuple[JobKind, ...] = ("bm25", "untrained")
 FULL = Fraction(1)
 # settings that change the cost of a forward pass of a pair
 COST_OF_A_PASS = (
-    "data.hard_negatives", "loss.guide", "lora.rank", "model.gradient_checkpointing", "model.name",
+    "data.fill_negatives", "data.hard_negatives", "data.mixture", "data.train", "loss.guide",
+    "lora.rank", "lora.target_modules", "model.gradient_checkpointing", "model.name",
     "model.passage_name", "model.quantize", "model.max_query_length", "model.max_passage_length",
     "model.tiny_layers", "model.tiny_width", "optim.name", "run.precision",
 )  # fmt: skip
@@ -93,15 +92,14 @@ class Study:
     """Comparison of methods and settings. It plans, checks and starts the runs."""
 
     def __init__(self, configure: Configure, options: CompareConfig) -> None:
-        self.options = options
-        # parsing takes 0.1 seconds
-        self.config = cache(lambda changes: configure(dict(changes)))
+        self.options, self.configure = options, configure
         self.base = configure({})
         if not self.base.output_dir:
             raise InputError("output_dir: not set; it must name the folder of the comparison")
         self.output = Path(self.base.output_dir)
         self.seeds = [self.base.seed + number for number in range(options.seeds)]
         self.budget = None if options.budget is None else parse_budget(options.budget)
+        self.slots = device_slots(self.base.run.device, options.parallel)
         tuned = read_values("--tune", options.tune)
         varied = read_values("--vary", options.vary)
         if both := varied.keys() & tuned.keys():
@@ -125,7 +123,9 @@ class Study:
             if len(variant.candidates) > 1
         ]
         if options.rungs and not self.tuned:
-            raise InputError(f"--rungs {options.rungs} has no effect without --tune; leave it out")
+            raise InputError(
+                f"--rungs {options.rungs} has no effect without several values to tune"
+            )
         # the configs of all runs
         self.configs: list[TrainConfig] = []
         for variant in self.variants:
@@ -141,15 +141,16 @@ class Study:
         if self.budget and not self.budget.in_seconds:
             self._warn_of_unequal_passes()
         self._warn_of_other_dropout()
-        # BM25 has one evaluation, the untrained encoder one for each value that affects it
+        # BM25 has one evaluation, the untrained encoder one for all values that affect it
         baselines = "" if options.baselines == "none" else options.baselines
         names = read_names("--baselines", baselines, BASELINES)
-        self.baselines = [
-            (kind, values)
-            for kind in BASELINES
-            if kind in names
-            for values in (combinations(varied, None) if kind == "untrained" else [()])
-        ]
+        of_the_encoder = dict.fromkeys(
+            tuple((name, value) for name, value in variant.fixed if affects(name, None))
+            for variant in self.variants
+        )
+        self.baselines: list[tuple[JobKind, Values]] = [("bm25", ())] if "bm25" in names else []
+        if "untrained" in names:
+            self.baselines += [("untrained", values) for values in of_the_encoder]
         known = [name for variant in self.variants for name in (variant.label, variant.method)]
         known += [named(*baseline) for baseline in self.baselines]
         self.against = options.against or ("grad_cache" if "grad_cache" in known else known[0])
@@ -160,6 +161,14 @@ class Study:
         self.test = self._test_data()
         # data and encoders of a job -> their hashes
         self.contents: dict[str, dict[str, str]] = {}
+
+    def config(self, changes: Values) -> TrainConfig:
+        """Return the config of a run."""
+        values = dict(changes)
+        # the share of a config file was dropped if its method is not that of --methods
+        if self.options.methods and affects("replay.share", values.get("method")):
+            values = {"replay.share": str(self.base.replay.share), **values}
+        return self.configure(values)
 
     def _check_steps(self) -> None:
         """Refuse settings of the number of steps that a budget or tuning overrides."""
@@ -178,17 +187,19 @@ class Study:
                     stacklevel=3,
                 )
         rungs = any(len(each.shares) > 1 for each in self.tuned)
-        warmups = [config.optim.warmup_steps for config in self.configs]
-        if max(warmups) >= 1 and (self.budget or rungs):
-            raise InputError(
-                f"optim.warmup_steps is {max(warmups)}, but --budget and --tune change the number "
-                "of steps. Use a share of the steps, such as 0.1."
-            )
+        for name in ("optim.warmup_steps", "run.eval_steps"):
+            most = max(flat(asdict(config))[name] for config in self.configs)
+            if most >= 1 and (self.budget or rungs):
+                raise InputError(
+                    f"{name} is {most}, but --budget and --tune change the number of steps. Use a "
+                    "share of the steps, such as 0.1."
+                )
 
     def _warn_of_unequal_passes(self) -> None:
         """Warn if a forward pass of a pair costs more in some runs than in others."""
         runs = [flat(asdict(config)) for config in self.configs]
-        if differ := [name for name in COST_OF_A_PASS if len({run[name] for run in runs}) > 1]:
+        values = {name: {repr(run[name]) for run in runs} for name in COST_OF_A_PASS}
+        if differ := [name for name in COST_OF_A_PASS if len(values[name]) > 1]:
             warnings.warn(
                 f"--budget {self.options.budget} counts forward passes of a pair, which do not "
                 f"cost the same if {', '.join(differ)} differs between the runs; a budget in "
@@ -262,13 +273,12 @@ class Study:
             for kind, values in self.baselines
         ]
         self._check_folders([*itertools.chain(*finals.values()), *trials.values(), *baselines])
-        slots = device_slots(self.base.run.device, self.options.parallel)
         warned: set[str] = set()
 
         def train(candidates: list[tuple[Variant, Values, Fraction]]) -> list[float | None]:
             jobs = [trials[variant.label, values, share] for variant, values, share in candidates]
             with signals.deferred():
-                run_jobs(jobs, slots, signals, warned)
+                run_jobs(jobs, self.slots, signals, warned)
             return [dev_score(job.folder) for job in jobs]
 
         tune(self.tuned, train)
@@ -287,7 +297,7 @@ class Study:
                 delete_weights(job.folder)
         jobs = [*itertools.chain(*rows.values()), *baselines]
         with signals.deferred():
-            failed |= run_jobs(jobs, slots, signals, warned)
+            failed |= run_jobs(jobs, self.slots, signals, warned)
         if not self.options.keep_weights:  # those of earlier calls and of chosen trials, too
             for job in jobs:
                 if job.done:
@@ -355,7 +365,9 @@ class Study:
     ) -> Job:
         """Plan a run. share: share of the full budget. test: None for a run of tuning."""
         config = self.config(variant.changes(candidate))
-        price = step_price(config, self.budget, self.output) if self.budget else 0.0
+        price = 0.0
+        if self.budget:
+            price = step_price(config, self.budget, self.output, self.slots[0])
         config = replace(limited(config, self.budget, share, price), seed=seed)
         name = f"{named(variant.label, candidate)}-seed{seed}"
         if share < 1:

@@ -28,12 +28,14 @@ from contaccum.data.dataset import load_training, open_dataset
 from contaccum.data.identity import text_hash
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.encoder import DualEncoder, model_folder
+from contaccum.encoder.folders import MODEL_FILES
 from contaccum.errors import InputError, Interrupted
 from contaccum.evaluation.evaluate import evaluate
 from contaccum.evaluation.metrics import read_metrics
 from contaccum.experiments.run_records import TUNED_FILE
 from contaccum.retrieval.retriever import BM25_NAME
 from contaccum.runtime.files import read_json, remove_folder, write_json
+from contaccum.runtime.hub import optional_file
 from contaccum.runtime.launch import StopSignals
 from contaccum.runtime.locks import waiting_lock
 from contaccum.runtime.processes import encoding_device
@@ -104,7 +106,12 @@ class Job:
         """Raise InputError if the folder has a result of other settings or other data."""
         if not self.folder.is_dir():
             return
-        old, new = read_json(self.file, dict[str, Any])["made_of"], self.made_of
+        if not self.file.is_file():
+            raise InputError(
+                f"{self.folder}: exists, but not {self.file}, which says how it was made; use "
+                "another output_dir"
+            )
+        old, new = self.old_made_of(), self.made_of
         names = old.keys() & new.keys()  # a tuning run has no test data
         changes = config_differences({n: old[n] for n in names}, {n: new[n] for n in names})
         if changes:
@@ -113,8 +120,16 @@ class Job:
                 "the changes, or use another output_dir."
             )
 
+    def old_made_of(self) -> dict[str, Any]:
+        """Return what the result in the folder depends on, {} if there is none."""
+        if not (self.folder.is_dir() and self.file.is_file()):
+            return {}
+        return read_json(self.file, dict[str, Any])["made_of"]
+
     def write(self) -> None:
-        write_json(self.file, {**asdict(self), "made_of": self.made_of})
+        # a tuning run has no test data, but the folder may have a result on test data already
+        made_of = self.old_made_of() | self.made_of
+        write_json(self.file, {**asdict(self), "made_of": made_of})
 
 
 def contents_of(kind: JobKind, config: TrainConfig, test: dict[str, str] | None) -> dict[str, str]:
@@ -141,8 +156,16 @@ def contents_of(kind: JobKind, config: TrainConfig, test: dict[str, str] | None)
             warn_of_shared_queries(*of_test, same, "dev")
     settings = flat(asdict(config))
     for name in ENCODERS if kind == "run" else ENCODERS[:2]:  # the untrained encoder needs no guide
-        if settings[name] and os.path.isdir(settings[name]):  # not a name on the Hub
-            contents[f"content of {name}"] = str(files_hash(Path(model_folder(settings[name]))))
+        encoder = settings[name]
+        if encoder and encoder != "tiny":
+            folder = model_folder(encoder)
+            if os.path.isdir(folder):  # not a name on the Hub
+                contents[f"content of {name}"] = str(files_hash(Path(folder)))
+            elif not any(optional_file(folder, file) for file in MODEL_FILES):
+                raise InputError(  # each run would find it, one after the other
+                    f"{name} is {encoder!r}: no folder has this name, and the Hub or its cache has "
+                    f"none of {', '.join(MODEL_FILES)}"
+                )
     return contents
 
 
@@ -298,7 +321,7 @@ def main(file: str) -> int:
         with waiting_lock(Path(file).with_suffix(".lock")):
             run_job(
                 job["kind"],
-                from_mapping(job["config"]),
+                from_mapping(TrainConfig, job["config"]),
                 job["test"],
                 job["keep_weights"],
                 contents=job["contents"],
@@ -334,7 +357,7 @@ def run_job(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the parent has printed these warnings
             now = contents_of(kind, config, test)
-        if changed := [name for name in contents if now[name] != contents[name]]:
+        if changed := [name for name in contents if now.get(name) != contents[name]]:
             raise InputError(
                 f"{', '.join(changed)} changed after the first run started, so the runs could not "
                 "be compared. Undo the change and repeat the command, or use another output_dir."

@@ -9,11 +9,13 @@ the measurements of the next.
 import contextlib
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -68,18 +70,24 @@ def measure_method(config: TrainConfig, budget: int) -> Measurement:
     return Measurement(**_in_new_process(config, budget=budget))
 
 
-def measure_cost(config: TrainConfig, unit: Unit) -> float:
-    """Return the median seconds of an optimizer step, or its mean forward passes of a pair."""
-    return float(_in_new_process(config, unit=unit)["cost"])
+def measure_cost(config: TrainConfig, unit: Unit, environment: Mapping[str, str]) -> float:
+    """Return the median seconds of an optimizer step, or its mean forward passes of a pair.
+
+    environment: more variables of the process that measures.
+    """
+    return float(_in_new_process(config, environment, unit=unit)["cost"])
 
 
-def _in_new_process(config: TrainConfig, **job: Any) -> dict[str, Any]:
+def _in_new_process(
+    config: TrainConfig, environment: Mapping[str, str] | None = None, **job: Any
+) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "contaccum.experiments.measure"],
         input=json.dumps({"config": asdict(config), **job}),
         stdout=subprocess.PIPE,
         text=True,
         encoding="utf-8",
+        env={**os.environ, **(environment or {})},
         start_new_session=True,  # after Ctrl-C, only this process prints a message
     )
     answer: dict[str, Any] = json.loads(done.stdout or "{}")
@@ -99,7 +107,7 @@ def main() -> int:
     job = json.load(sys.stdin)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout carries only the answer
-            probe = Probe(from_mapping(job["config"]))
+            probe = Probe(from_mapping(TrainConfig, job["config"]))
             if "budget" in job:
                 answer = asdict(probe.measure(job["budget"]))
             elif job["unit"] == "passes":
@@ -184,7 +192,6 @@ class Probe:
         # two sizes, so that a line goes through their peaks
         small = sorted({max(1, n // 8), min(n, max(2, n // 4))} if whole else {1, min(2, most)})
         peaks: dict[int, float] = {}
-        began = time.perf_counter()
         for size in small:
             began = time.perf_counter()
             peaks[size] = self.peak(size)

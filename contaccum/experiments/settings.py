@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from contaccum.config import METHOD_SPECS, affects, train_settings
-from contaccum.config.load import config_path, read_yaml
+from contaccum.config.load import config_path, converted, flat, read_yaml
 from contaccum.errors import InputError
 
 Values = tuple[tuple[str, str], ...]
@@ -45,7 +45,7 @@ def read_names(option: str, text: str, known: Iterable[str]) -> list[str]:
 
     Raise InputError for a name that ``known`` lacks.
     """
-    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    names = list(dict.fromkeys(part.strip() for part in text.split(","))) if text else []
     for name in names:
         if name not in known:
             raise InputError(f"{option}: {name!r} is unknown; choose from {', '.join(known)}")
@@ -73,6 +73,8 @@ OF_THE_SCORE = ("data.dev", "data.dev_split", "data.dev_passages", "run.metric")
 
 
 def _check_name(where: str, name: str, tuned: bool) -> None:
+    if name in ("seed", "method"):
+        raise InputError(f"{where}: {name} is not varied here; use --{name}s")
     if name not in train_settings() or not any(affects(name, method) for method in METHOD_SPECS):
         raise InputError(
             f"{where}: {name!r} is not a setting that changes the trained model; use one such as "
@@ -128,6 +130,7 @@ def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
         if not isinstance(row, dict):
             raise InputError(f"{where} is {row!r}; it must be a mapping of settings")
         method, tune = row.pop("method", label), row.pop("tune", None)
+        row = flat(row)
         if not isinstance(method, str) or method not in METHOD_SPECS:
             raise InputError(
                 f"{where}: method is {method!r}; choose from {', '.join(METHOD_SPECS)}"
@@ -135,6 +138,8 @@ def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
         own = tune is not None
         if not own:
             tune = {name: values for name, values in tuned.items() if name not in row}
+        if isinstance(tune, dict):
+            tune = flat(tune)
         if not isinstance(tune, dict) or not all(
             isinstance(values, list) and values for values in tune.values()
         ):
@@ -156,6 +161,10 @@ def read_settings(path: str, tuned: Mapping[str, list[str]]) -> list[Variant]:
             idle += tune
         if idle:
             raise InputError(f"{where}: {idle[0]} has no effect with {method}; leave it out")
+        lists = {name: [value] for name, value in row.items()} | (tune if own else {})
+        for name, values in lists.items():
+            for value in values:
+                converted(train_settings()[name].type, value, f"{where}: {name}")
         fixed = tuple((name, _text(value)) for name, value in row.items())
         tried = {name: [_text(value) for value in values] for name, values in tune.items()}
         entries.append(Variant(str(label), method, fixed, combinations(tried, method)))

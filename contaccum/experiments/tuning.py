@@ -10,7 +10,7 @@ first seed. Source: Jamieson, Talwalkar 2016, arXiv 1502.07943.
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
@@ -48,7 +48,7 @@ def parse_budget(text: str) -> Budget:
 
     Raise InputError if the text has another form.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([fs])", text.strip())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:[eE]\d+)?)([fs])", text.strip())
     if not found or not float(found[1]):
         raise InputError(
             f"--budget is {text!r}; it must be a number above 0 followed by f (forward passes of a "
@@ -85,21 +85,29 @@ def limited(
     return replace(config, optim=replace(optim, max_steps=max(1, int(optim.max_steps * share))))
 
 
-def step_price(config: TrainConfig, budget: Budget, folder: Path) -> float:
-    """Return the cost of an optimizer step with ``config``, in the unit of ``budget``."""
+def step_price(
+    config: TrainConfig, budget: Budget, folder: Path, environment: Mapping[str, str]
+) -> float:
+    """Return the cost of an optimizer step with ``config``, in the unit of ``budget``.
+
+    folder, environment: see ``measured_cost``.
+    """
     if budget.in_seconds:
-        return measured_cost(config, "seconds", folder)
+        return measured_cost(config, "seconds", folder, environment)
     by_tokens = config.micro_batch_tokens or config.micro_batches_by_memory
     if by_tokens and config.spec.two_pass and config.replay_share == 1:
-        return measured_cost(config, "passes", folder)
+        return measured_cost(config, "passes", folder, environment)
     pairs, size = config.batch.global_batch_size, config.micro_batch_size(world=1)
     return pairs * config.spec.cost(pairs, size, config.replay_share)
 
 
-def measured_cost(config: TrainConfig, unit: Unit, folder: Path) -> float:
+def measured_cost(
+    config: TrainConfig, unit: Unit, folder: Path, environment: Mapping[str, str]
+) -> float:
     """Return the cost of an optimizer step with ``config``, measured in a new process.
 
     A file in ``folder`` keeps it, so that a repeated command plans the same numbers of steps.
+    environment: variables of the process, such as the number of threads of a run.
     """
     file = folder / COSTS_FILE
     costs = read_json(file, dict[str, float]) if file.is_file() else {}
@@ -110,14 +118,15 @@ def measured_cost(config: TrainConfig, unit: Unit, folder: Path) -> float:
         and name not in ("bank.age_decay", "bank.row_weight")
         and (name == "optim.name" or not name.startswith("optim."))
     }
-    key = repr([unit, config.method, config.run.device, *speed.items()])
+    threads = environment.get("OMP_NUM_THREADS")
+    key = repr([unit, threads, config.method, config.run.device, *speed.items()])
     if key not in costs:
         print(
             f"measuring the {unit} of a step of {config.method}, "
             f"N = {config.batch.global_batch_size}",
             file=sys.stderr,
         )
-        costs[key] = measure_cost(config, unit)
+        costs[key] = measure_cost(config, unit, environment)
         write_json(file, costs)
     return costs[key]
 

@@ -217,7 +217,7 @@ def warn_of_training_data(model: str, data: str, split: str) -> None:
     if not (run / CONFIG_FILE).is_file():
         return
     with suppress(InputError):  # the file of another program, or of an older version
-        if is_trained_on(from_mapping(read_config(run)).data, data, split):
+        if is_trained_on(from_mapping(TrainConfig, read_config(run)).data, data, split):
             warnings.warn(
                 f"{data}: {model} was trained on these queries ({run / CONFIG_FILE}), so the "
                 "scores say nothing about other queries. Evaluate on a split that training does "

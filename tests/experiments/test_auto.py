@@ -34,7 +34,7 @@ from contaccum.runtime.files import write_json
 from contaccum.training.run_folder import finish
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:contaccum auto chooses these settings",
+    "ignore:contaccum auto chooses .* itself",
     "default:.* also occur in the (training|dev) data",
 )
 
@@ -410,12 +410,18 @@ def test_settings_that_auto_chooses_are_named(tmp_path):
     given = train_config(write_beir(tmp_path / "data"), tmp_path / "auto", "in_batch", **changes)
     with pytest.warns(
         UserWarning,
-        match="ignores your values: method, .*batch.micro_batch_tokens, .*optim.max_steps",
+        match="chooses method, .*batch.micro_batch_tokens, .*optim.max_steps.* itself",
     ) as found:
         made = auto_of(given, "1h")
     assert not re.search("global_batch_size|bank.size|learning_rate", str(found[0].message))
     batch = made.config("run", {}).batch
     assert (batch.micro_batch_size, batch.micro_batch_tokens) == ("auto", None)
+
+
+def test_dropout_that_partial_replay_does_not_have_is_named(tmp_path):
+    given = train_config(write_beir(tmp_path / "data"), tmp_path / "auto", **{"model.dropout": 0.2})
+    with pytest.warns(UserWarning, match=r"without dropout, so model\.dropout has no effect"):
+        auto_of(given, "1h")
 
 
 def test_distillation_without_dev_data_is_refused(tmp_path):

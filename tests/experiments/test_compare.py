@@ -157,7 +157,7 @@ def test_edited_data_is_noticed(file, before, after, kind, study_folder, capsys)
     code, said = call(capsys, study_folder, *arguments)
     path.write_text(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert code == 2
+    assert code == 2, said
     assert re.search(
         rf"made with other settings or data: .*content of the {kind}\w* data was", said
     )
@@ -191,19 +191,19 @@ def test_changed_encoder_is_noticed(study_folder, tmp_path, capsys):
 def test_folder_with_other_settings_is_refused(study_folder, capsys):
     arguments = ["--methods", "grad_accum", "--seeds", 1, "--output_dir", study_folder / "study"]
     code, said = call(capsys, study_folder, *arguments, "--optim.max_steps", 4)
-    assert code == 2
+    assert code == 2, said
     assert "grad_accum-seed0: was made with other settings or data" in said
     assert "optim.max_steps was 3 and is 4" in said
     qrels = study_folder / "data" / "qrels"
     shutil.copy(qrels / "test.tsv", qrels / "other.tsv")
     code, said = call(capsys, study_folder, *arguments, "--test_split", "other")
     (qrels / "other.tsv").unlink()
-    assert code == 2
+    assert code == 2, said
     assert "test split was test and is other" in said
     code, said = call(
         capsys, study_folder, *arguments, "--model.tiny_width", 64, "--methods", "in_batch"
     )
-    assert code == 2
+    assert code == 2, said
     assert "model.tiny_width was" in said
 
 
@@ -223,10 +223,14 @@ def test_folder_with_other_settings_is_refused(study_folder, capsys):
         (["--vary", f"data.train=./other,{FILE}", "--test", FILE], "is the training data"),
         (["--seeds", 0], "--seeds is 0, expected `int` >= 1"),
         (["--budget", "12"], "--budget is '12'; it must be a number above 0"),
-        (["--budget", "40f"], "one step of cont_accum costs"),
+        (["--budget", "40f", "--run.eval_steps", 0], "one step of cont_accum costs"),
+        (["--budget", "96f"], "run.eval_steps is 1, but --budget and --tune change the number"),
+        (["--methods", ","], "--methods: '' is unknown"),
+        (["--vary", "seed=1,2"], "seed is not varied here; use --seeds"),
+        (["--tune", "bank.size=16", "--rungs", 2], "--rungs 2 has no effect without several"),
         (["--budget", "96f", "--optim.warmup_steps", 2], "Use a share of the steps"),
         (["--rungs", 0], "--rungs is 0"),
-        (["--rungs", 3], "--rungs 3 has no effect without --tune"),
+        (["--rungs", 3], "--rungs 3 has no effect without several values"),
         (
             ["--budget", "96f", "--vary", "optim.warmup_steps=0.1,2"],
             "optim.warmup_steps is 2, but --budget",
@@ -267,7 +271,7 @@ def test_wrong_options_are_refused_before_the_first_run(
     (tmp_path / FILE).write_text(json.dumps(example) + "\n")
     monkeypatch.chdir(tmp_path)
     code, said = call(capsys, study_folder, "--output_dir", tmp_path / "new", *arguments)
-    assert code == 2
+    assert code == 2, said
     assert sentence in said
     assert not (tmp_path / "new").exists()
 
@@ -434,6 +438,12 @@ def test_settings_of_the_number_of_steps_and_a_budget_contradict_each_other(tmp_
         ("untrained: {method: grad_cache}", "untrained: this is the name of a baseline"),
         ("a: {method: in_batch, bank.size: 64}", "bank.size has no effect with in_batch"),
         ("a: {method: grad_cache, tune: {bank.size: [4, 8]}}", "bank.size has no effect with grad"),
+        (
+            "a: {method: grad_cache, model.query_prefix: no}",
+            "a: model.query_prefix is false",
+        ),
+        ("a: {method: grad_cache, tune: {seed: [1, 2]}}", "a: seed is not varied here"),
+        ("a: {method: grad_cache, tune: {optim: {epochs: [1, x]}}}", "optim.epochs is 'x'"),
     ],
 )
 def test_entries_that_would_be_misread_are_refused(row, sentence, tmp_path):
@@ -444,6 +454,90 @@ def test_entries_that_would_be_misread_are_refused(row, sentence, tmp_path):
     # settings for all entries are tuned where they have an effect
     file.write_text("a: {method: grad_cache}")
     assert read_settings(str(file), {"bank.size": ["4"]})[0].candidates == ((),)
+
+
+def test_entries_may_have_groups_and_an_untrained_row_for_each_of_their_encoders(tmp_path):
+    file, data = tmp_path / "rows.yaml", write_beir(tmp_path / "data")
+    file.write_text(
+        "a: {method: grad_cache, model: {tiny_width: 32}, optim: {epochs: 2}}\n"
+        "b: {method: grad_accum, model.tiny_width: 32}\n"
+        "c: {method: grad_cache, model.tiny_width: 64}\n"
+    )
+    plain = train_config(data, tmp_path / "study")
+    study = Study(partial(with_changes, plain), CompareConfig(settings=str(file)))
+    assert [(config.model.tiny_width, config.optim.epochs) for config in study.configs] == [
+        (32, 2), (32, plain.optim.epochs), (64, plain.optim.epochs)
+    ]  # fmt: skip
+    assert study.baselines == [
+        ("bm25", ()),
+        ("untrained", (("model.tiny_width", "32"),)),
+        ("untrained", (("model.tiny_width", "64"),)),
+    ]
+
+
+def test_an_encoder_that_does_not_exist_is_refused_before_the_first_run(tmp_path):
+    data = write_beir(tmp_path / "data")
+    config = train_config(data, tmp_path / "a", **{"model.name": "no/encoder"})
+    with pytest.raises(InputError, match=r"model\.name is 'no/encoder': no folder has"):
+        contents_of("run", config, None)
+
+
+def test_a_replay_share_is_that_of_all_compared_methods(tmp_path):
+    plain = train_config(
+        write_beir(tmp_path / "data"),
+        tmp_path / "study",
+        "grad_cache",
+        **{"replay.share": 0.5, "model.dropout": 0},
+    )
+    options = CompareConfig(methods="grad_cache,cont_cache")
+    study = Study(partial(with_changes, plain), options)
+    assert [config.replay_share for config in study.configs] == [0.5, 0.5]
+
+
+def test_a_budget_in_seconds_is_measured_with_the_threads_of_a_run(tmp_path, monkeypatch):
+    """With two runs at a time, each has half of the cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    found = []
+
+    def measure_cost(config, unit, environment):
+        found.append(dict(environment))
+        return 1.0
+
+    monkeypatch.setattr("contaccum.experiments.tuning.measure_cost", measure_cost)
+    plain = train_config(write_beir(tmp_path / "data"), tmp_path / "study")
+    for parallel in (1, 2):
+        options = CompareConfig(budget="9s", parallel=parallel, test_split="dev")
+        with pytest.warns(UserWarning, match=r"so optim\.max_steps 6 has no effect"):
+            study = Study(partial(with_changes, plain), options)
+        monkeypatch.setattr(study, "_check_folders", lambda jobs: (_ for _ in ()).throw(KeyError))
+        (tmp_path / "study").mkdir(exist_ok=True)
+        with pytest.raises(KeyError):
+            study.run(None)
+    assert found == [{}, {"OMP_NUM_THREADS": "4"}]
+
+
+def test_a_tuning_run_keeps_the_test_data_of_a_result_in_its_folder(tmp_path):
+    """Both have one folder, and a result on other test data would be reported as the new one."""
+    data = write_beir(tmp_path / "data")
+    config = train_config(data, tmp_path / "runs" / "a")
+    tests = [{"data": str(data), "split": split} for split in ("test", "dev")]
+    final, trial, other = (
+        Job("a", "run", config, contents_of("run", config, test), test)
+        for test in (tests[0], None, tests[1])
+    )
+    final.write()
+    final.folder.mkdir(parents=True)
+    trial.write()
+    final.refuse_changes()
+    with pytest.raises(
+        InputError, match=r"made with other settings .*test split was test and is dev"
+    ):
+        other.refuse_changes()
+    final.folder.rmdir()  # nothing is known of a deleted result
+    other.write()
+    final.folder.mkdir()
+    other.refuse_changes()
 
 
 def test_warnings_of_two_runs_are_shown_once_and_the_last_line_of_each_running_job(
@@ -728,7 +822,7 @@ def test_different_runs_with_one_folder_are_refused(study_folder, tmp_path, caps
     code, said = call(
         capsys, study_folder, "--output_dir", tmp_path / "new", "--settings", settings
     )
-    assert code == 2
+    assert code == 2, said
     assert "two runs would use this folder" in said
     assert not (tmp_path / "new").exists()
 

@@ -131,7 +131,7 @@ def test_study_settings_can_be_trained_in_every_rung(name, budget):
                 **{"batch.micro_batch_size": 8, "optim.max_steps": None},
             )
             validate(config)
-            price = step_price(config, parse_budget(budget), Path("d"))
+            price = step_price(config, parse_budget(budget), Path("d"), {})
             shortest = rung_shares(len(row.candidates), None)[0]
             steps = limited(config, parse_budget(budget), shortest, price).optim.max_steps
             assert steps >= 8

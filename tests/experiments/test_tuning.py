@@ -44,7 +44,7 @@ def steps(
         **{f"batch.{name}": value for name, value in batch.items()},
     }
     config = train_config(Path("d"), Path("o"), method, **sizes, **{"replay.share": share})
-    price = step_price(config, parse_budget(budget), Path("d")) if seconds is None else seconds
+    price = step_price(config, parse_budget(budget), Path("d"), {}) if seconds is None else seconds
     limit = limited(config, parse_budget(budget), part, price)
     assert limit.optim.max_steps is not None
     return limit.optim.max_steps
@@ -83,7 +83,7 @@ def test_budget_that_pays_for_no_step_is_refused():
         steps("6144f", "grad_cache", 64, part=Fraction(1, 27))
 
 
-@pytest.mark.parametrize("text", ["", "f", "0f", "12", "12x", "-3s", "1e3f"])
+@pytest.mark.parametrize("text", ["", "f", "0f", "12", "12x", "-3s", "1e-3f"])
 def test_wrong_budget_is_refused(text):
     with pytest.raises(InputError, match=r"^--budget is .*such as 200000f"):
         parse_budget(text)
@@ -109,14 +109,14 @@ def test_passes_of_micro_batches_by_tokens_are_measured(method, tokens, tmp_path
     }
     config = train_config(write_beir(tmp_path / "data"), tmp_path / "run", method, **sizes)
     budget = parse_budget("100f")
-    found = step_price(config, budget, tmp_path)
+    found = step_price(config, budget, tmp_path, {})
     train(config)
     made = statistics.mean(line["passes"] for line in read_log(tmp_path / "run"))
     assert found == pytest.approx(made, rel=0.02)
     assert (found == 8 * 3) == (tokens > 40)
     assert found < 8 * 4
     (file,) = tmp_path.glob("*.json")
-    assert step_price(config, budget, tmp_path) == found  # from the file
+    assert step_price(config, budget, tmp_path, {}) == found  # from the file
     assert list(read_json(file).values()) == [found]
 
 
@@ -230,12 +230,14 @@ def test_settings_file_gives_fixed_and_tried_values(tmp_path):
 def test_dates_in_a_settings_file_are_texts(tmp_path):
     file = tmp_path / "methods.yaml"
     file.write_text(
-        "cont_accum: {model.query_prefix: 2026-11-25, tune: {bank.size: [[2026-11-25], 64]}}"
+        "cont_accum: {model.query_prefix: 2026-11-25, tune: {model.passage_prefix: [2026-11-25]}}"
     )
     (row,) = read_settings(str(file), {})
     assert dict(row.changes(row.candidates[0])) == {
-        "method": "cont_accum", "model.query_prefix": "2026-11-25", "bank.size": '["2026-11-25"]',
-    }  # fmt: skip
+        "method": "cont_accum",
+        "model.query_prefix": "2026-11-25",
+        "model.passage_prefix": "2026-11-25",
+    }
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import tiny_encoder, train_config, weights, write_beir
 
-from contaccum.config import from_mapping, to_yaml
+from contaccum.config import TrainConfig, from_mapping, to_yaml
 from contaccum.errors import InputError
 from contaccum.runtime.engine import Engine
 from contaccum.training import automatic
@@ -19,7 +19,7 @@ AUTO = {"batch.micro_batch_size": "auto", "optim.max_steps": 4, "run.save_steps"
 
 
 def of_run(folder):
-    return from_mapping(read_config(folder))
+    return from_mapping(TrainConfig, read_config(folder))
 
 
 def test_choices_are_written_and_a_resumed_run_keeps_them(tmp_path, capfd):
