@@ -5,7 +5,6 @@ import shlex
 import sys
 import time
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from contaccum.config import (
     EncoderConfig,
     TrainConfig,
     validate,
-    with_changes,
 )
 from contaccum.config.commands import (
     CheckConfig,
@@ -188,7 +186,7 @@ def _compare(options: CompareConfig, config: TrainConfig) -> object:
     with announced(LIBRARIES):
         from contaccum.experiments.compare import compare
 
-    return compare(partial(with_changes, config), options)
+    return compare(config, options)
 
 
 def _auto(options: AutoConfig, config: TrainConfig) -> str:
@@ -196,7 +194,7 @@ def _auto(options: AutoConfig, config: TrainConfig) -> str:
     with announced(LIBRARIES):
         from contaccum.experiments.auto import run_auto
 
-    return run_auto(partial(with_changes, config), options, began)
+    return run_auto(config, options, began)
 
 
 def _plan(options: PlanConfig, config: TrainConfig) -> object:

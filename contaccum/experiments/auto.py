@@ -34,7 +34,7 @@ from typing import Literal
 import numpy as np
 from datasets import Dataset
 
-from contaccum.config import DataConfig, TrainConfig, validate
+from contaccum.config import DataConfig, TrainConfig, validate, with_changes
 from contaccum.config.experiments import AutoConfig
 from contaccum.config.load import flat
 from contaccum.data.dataset import load_training, open_dataset, require_other_dev
@@ -51,7 +51,7 @@ from contaccum.experiments.auto_state import (
     State,
     parse_time,
 )
-from contaccum.experiments.compare import Configure, require_unseen
+from contaccum.experiments.compare import require_unseen
 from contaccum.experiments.jobs import JobKind, contents_of, delete_weights, run_job
 from contaccum.experiments.page import require_matplotlib
 from contaccum.experiments.report import SIGNIFICANT, write_page
@@ -119,14 +119,14 @@ TRAINING_PASS = 1.5  # one forward pass in training / encoding: dropout, and pad
 BM25_SHARE = 0.05  # BM25 / evaluation of the untrained model
 
 
-def run_auto(configure: Configure, options: AutoConfig, began: float | None = None) -> str:
+def run_auto(base: TrainConfig, options: AutoConfig, began: float | None = None) -> str:
     """Run the unfinished stages and return the verdict.
 
     began: start of the call by ``time.monotonic``. Default: now.
 
     Raises InputError for wrong settings or data. Raises Interrupted after a signal.
     """
-    auto = Auto(configure, options, time.monotonic() if began is None else began)
+    auto = Auto(base, options, time.monotonic() if began is None else began)
     with (
         created_folder(auto.output),
         waiting_lock(auto.output / LOCK_FILE, after=1.0),
@@ -149,11 +149,10 @@ def run_auto(configure: Configure, options: AutoConfig, began: float | None = No
 class Auto:
     """Stages of one ``contaccum auto`` call."""
 
-    def __init__(self, configure: Configure, options: AutoConfig, began: float) -> None:
+    def __init__(self, base: TrainConfig, options: AutoConfig, began: float) -> None:
         require_one_process("auto")
         require_matplotlib()
-        self.configure, self.options, self.began = configure, options, began
-        base = configure({})
+        self.base, self.options, self.began = base, options, began
         if not base.output_dir:
             raise InputError("output_dir is not set; it must be the folder for the results")
         if base.data.mixture:
@@ -176,7 +175,6 @@ class Auto:
                 stacklevel=2,
             )
         validate(base, warn=False)  # each run warns about its settings without effect
-        self.base = base
         self.output = Path(base.output_dir)
         self.data = base.data
         self.total = parse_time(options.time)
@@ -259,7 +257,7 @@ class Auto:
         It has the small dev set.
         """
         # the number of steps changes with the time that is left
-        config = replace(self.configure(changes), resume=True, allow_changes=True)
+        config = replace(with_changes(self.base, changes), resume=True, allow_changes=True)
         data = replace(config.data, dev=self.dev["data"], dev_split="dev", repair=self.repair)
         if (part := self.output / "data" / "train").is_dir():
             data = replace(data, train=str(part), split="train")

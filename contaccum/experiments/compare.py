@@ -3,13 +3,20 @@
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from fractions import Fraction
 from pathlib import Path
 
 from contaccum.catalog import source_of
-from contaccum.config import METHOD_SPECS, DataConfig, TrainConfig, affects, validate
+from contaccum.config import (
+    METHOD_SPECS,
+    DataConfig,
+    TrainConfig,
+    affects,
+    validate,
+    with_changes,
+)
 from contaccum.config.experiments import CompareConfig
 from contaccum.config.load import flat
 from contaccum.data.dataset import is_trained_on, require_other_dev
@@ -63,12 +70,9 @@ COST_OF_A_PASS = (
     "model.passage_name", "model.quantize", "model.max_query_length", "model.max_passage_length",
     "model.tiny_layers", "model.tiny_width", "optim.name", "run.precision",
 )  # fmt: skip
-Configure = Callable[[Mapping[str, str]], TrainConfig]
-"""Function that returns the config with changed settings. Its argument maps names of settings to
-values as text."""
 
 
-def compare(configure: Configure, options: CompareConfig) -> str:
+def compare(base: TrainConfig, options: CompareConfig) -> str:
     """Train and evaluate all runs that are not finished.
 
     Write the report. Return the table of the results and the path of report.html.
@@ -79,7 +83,7 @@ def compare(configure: Configure, options: CompareConfig) -> str:
     """
     require_one_process("compare")
     require_matplotlib()
-    study = Study(configure, options)
+    study = Study(base, options)
     with (
         created_folder(study.output),
         waiting_lock(study.output / LOCK_FILE, after=1.0),
@@ -91,9 +95,8 @@ def compare(configure: Configure, options: CompareConfig) -> str:
 class Study:
     """Comparison of methods and settings. It plans, checks and starts the runs."""
 
-    def __init__(self, configure: Configure, options: CompareConfig) -> None:
-        self.options, self.configure = options, configure
-        self.base = configure({})
+    def __init__(self, base: TrainConfig, options: CompareConfig) -> None:
+        self.options, self.base = options, base
         if not self.base.output_dir:
             raise InputError("output_dir: not set; it must name the folder of the comparison")
         self.output = Path(self.base.output_dir)
@@ -164,11 +167,11 @@ class Study:
 
     def config(self, changes: Values) -> TrainConfig:
         """Return the config of a run."""
-        values = dict(changes)
-        # the share of a config file was dropped if its method is not that of --methods
-        if self.options.methods and affects("replay.share", values.get("method")):
-            values = {"replay.share": str(self.base.replay.share), **values}
-        return self.configure(values)
+        base, values = self.base, dict(changes)
+        # with --methods, what a file says for another method was dropped, and the rest is for all
+        if self.options.methods and "method" in values:
+            base = replace(base, method=values.pop("method"))  # type: ignore[arg-type]
+        return with_changes(base, values)
 
     def _check_steps(self) -> None:
         """Refuse settings of the number of steps that a budget or tuning overrides."""

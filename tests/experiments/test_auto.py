@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +20,6 @@ import pytest
 from helpers import tiny_encoder, train_config, write_beir
 
 from contaccum.cli import main
-from contaccum.config import with_changes
 from contaccum.config.experiments import AutoConfig
 from contaccum.data.dataset import load_training, open_dataset
 from contaccum.errors import InputError, Interrupted
@@ -100,7 +98,7 @@ def test_the_verdict_has_the_p_of_the_report():
 
 
 def auto_of(config, limit: str) -> auto.Auto:
-    return auto.Auto(lambda changes: config, AutoConfig(time=limit), auto.time.monotonic())
+    return auto.Auto(config, AutoConfig(time=limit), auto.time.monotonic())
 
 
 def set_clock(monkeypatch, clock):
@@ -340,12 +338,10 @@ def test_tuning_runs_of_a_rung_cost_equally_much(planned, monkeypatch):
         costs[folder.name] = steps * step
 
     monkeypatch.setattr(auto, "run_job", run_job)
-    made.configure = partial(with_changes, made.base)
     monkeypatch.setattr(made, "_most_steps", lambda values: 10_000)
     with pytest.raises(Interrupted):
         made._tune()
     again = auto_of(made.base, "15m")
-    again.configure = made.configure
     again.state = auto_state.State.read(made.state.file, made.state.settings, 0.0)
     monkeypatch.setattr(again, "_most_steps", lambda values: 10_000)
     again._tune()
@@ -463,13 +459,7 @@ def test_without_matplotlib_no_time_is_spent(tmp_path, monkeypatch):
 def test_only_cont_accum_has_a_fixed_micro_batch(tmp_path):
     """It decides how many negatives a query has: 2,048 tokens of passages, at most the batch."""
     config = train_config(write_beir(tmp_path / "data"), tmp_path / "auto")
-
-    def configure(changes):
-        pairs = int(changes.get("batch.global_batch_size", 16))
-        batch = replace(config.batch, global_batch_size=pairs)
-        return replace(config, method=changes.get("method", "grad_cache"), batch=batch)
-
-    made = auto.Auto(configure, AutoConfig(time="1h"), 0.0)
+    made = auto.Auto(config, AutoConfig(time="1h"), 0.0)
     made.state.passage_length = 60
     sizes = {
         (method, pairs): made.config("x", {"method": method, **auto._batch(pairs)}).batch
@@ -537,7 +527,7 @@ def test_a_second_call_may_have_another_time_but_no_other_settings_or_data(
         raise Interrupted(signal.SIGTERM, "stopped")
 
     def run(limit="2m", split="test"):
-        auto.run_auto(lambda changes: config, AutoConfig(test_split=split, time=limit))
+        auto.run_auto(config, AutoConfig(test_split=split, time=limit))
 
     monkeypatch.setattr(auto.Auto, "_divide", stop)
     with pytest.raises(Interrupted):

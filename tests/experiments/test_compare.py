@@ -13,7 +13,6 @@ import time
 import warnings
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from helpers import train_config, weights, write_beir
 from processes import python
 
 from contaccum.cli import main
-from contaccum.config import DataConfig, MixtureConfig, to_yaml, with_changes
+from contaccum.config import DataConfig, MixtureConfig, to_yaml
 from contaccum.config.experiments import CompareConfig
 from contaccum.errors import InputError
 from contaccum.experiments import jobs as jobs_module
@@ -387,7 +386,7 @@ def test_a_budget_of_passes_warns_of_passes_that_cost_more(tmp_path):
         file.write_text(rows)
         options = CompareConfig(settings=str(file), budget=budget, test_split="dev")
         plain = train_config(data, tmp_path / "study", **{"optim.max_steps": None})
-        return Study(partial(with_changes, plain), options)
+        return Study(plain, options)
 
     same = "a: {method: grad_cache}\nb: {method: grad_accum}\n"
     longer = same + "c: {method: grad_cache, model.max_passage_length: 12}\n"
@@ -406,7 +405,7 @@ def test_partial_replay_beside_rows_with_dropout_gives_a_warning(tmp_path):
     def study(rows: str) -> Study:
         file.write_text(rows)
         plain = train_config(data, tmp_path / "study")
-        return Study(partial(with_changes, plain), CompareConfig(settings=str(file)))
+        return Study(plain, CompareConfig(settings=str(file)))
 
     replay = "a: {method: cont_cache, replay.share: 0.5}\n"
     with pytest.warns(UserWarning, match=r"other runs with it; set model\.dropout 0"):
@@ -421,15 +420,14 @@ def test_settings_of_the_number_of_steps_and_a_budget_contradict_each_other(tmp_
     data, file = write_beir(tmp_path / "data"), tmp_path / "rows.yaml"
     file.write_text("a: {method: grad_cache, optim.epochs: 3}\n")
     plain = train_config(data, tmp_path / "study", **{"optim.max_steps": 5})
-    configure = partial(with_changes, plain)
     for name in ("optim.epochs=1,5", "optim.max_steps=1,5"):
         options = CompareConfig(vary=(name,), budget="960f", test_split="dev")
         with pytest.raises(InputError, match=rf"{name.split('=')[0]} has no effect on a run"):
-            Study(configure, options)
+            Study(plain, options)
     with pytest.raises(InputError, match=r"optim\.epochs has no effect on a run"):
-        Study(configure, CompareConfig(settings=str(file), budget="960f", test_split="dev"))
+        Study(plain, CompareConfig(settings=str(file), budget="960f", test_split="dev"))
     with pytest.warns(UserWarning, match=r"so optim\.max_steps 5 has no effect"):
-        Study(configure, CompareConfig(budget="960f", test_split="dev"))
+        Study(plain, CompareConfig(budget="960f", test_split="dev"))
 
 
 @pytest.mark.parametrize(
@@ -464,7 +462,7 @@ def test_entries_may_have_groups_and_an_untrained_row_for_each_of_their_encoders
         "c: {method: grad_cache, model.tiny_width: 64}\n"
     )
     plain = train_config(data, tmp_path / "study")
-    study = Study(partial(with_changes, plain), CompareConfig(settings=str(file)))
+    study = Study(plain, CompareConfig(settings=str(file)))
     assert [(config.model.tiny_width, config.optim.epochs) for config in study.configs] == [
         (32, 2), (32, plain.optim.epochs), (64, plain.optim.epochs)
     ]  # fmt: skip
@@ -482,16 +480,20 @@ def test_an_encoder_that_does_not_exist_is_refused_before_the_first_run(tmp_path
         contents_of("run", config, None)
 
 
-def test_a_replay_share_is_that_of_all_compared_methods(tmp_path):
-    plain = train_config(
-        write_beir(tmp_path / "data"),
-        tmp_path / "study",
-        "grad_cache",
-        **{"replay.share": 0.5, "model.dropout": 0},
-    )
-    options = CompareConfig(methods="grad_cache,cont_cache")
-    study = Study(partial(with_changes, plain), options)
-    assert [config.replay_share for config in study.configs] == [0.5, 0.5]
+def test_the_settings_of_a_comparison_are_those_of_all_its_methods(tmp_path):
+    """What a file says for another method was dropped when it was read."""
+    sizes = {"batch.micro_batch_size": "auto", "batch.micro_batch_tokens": 512}
+    changes = {"replay.share": 0.5, "model.dropout": 0, **sizes}
+    plain = train_config(write_beir(tmp_path / "data"), tmp_path / "study", "grad_cache", **changes)
+    study = Study(plain, CompareConfig(methods="grad_cache,cont_cache"))
+    assert [
+        (config.method, config.replay_share, config.batch.micro_batch_tokens)
+        for config in study.configs
+    ] == [("grad_cache", 0.5, 512), ("cont_cache", 0.5, 512)]
+    varied = CompareConfig(methods="grad_cache", vary=("batch.micro_batch_size=4,8",))
+    with pytest.warns(UserWarning, match=r"^batch\.micro_batch_tokens 512 is not used"):
+        study = Study(plain, varied)
+    assert [config.batch.micro_batch_tokens for config in study.configs] == [None, None]
 
 
 def test_a_budget_in_seconds_is_measured_with_the_threads_of_a_run(tmp_path, monkeypatch):
@@ -509,7 +511,7 @@ def test_a_budget_in_seconds_is_measured_with_the_threads_of_a_run(tmp_path, mon
     for parallel in (1, 2):
         options = CompareConfig(budget="9s", parallel=parallel, test_split="dev")
         with pytest.warns(UserWarning, match=r"so optim\.max_steps 6 has no effect"):
-            study = Study(partial(with_changes, plain), options)
+            study = Study(plain, options)
         monkeypatch.setattr(study, "_check_folders", lambda jobs: (_ for _ in ()).throw(KeyError))
         (tmp_path / "study").mkdir(exist_ok=True)
         with pytest.raises(KeyError):
