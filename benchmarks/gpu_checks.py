@@ -32,7 +32,7 @@ from invented_set import write_invented_set
 from safetensors.torch import load_file
 
 from contaccum.cli import main as command_line
-from contaccum.config import METHOD_SPECS, from_mapping
+from contaccum.config import METHOD_SPECS, TrainConfig, from_mapping
 from contaccum.runtime.processes import encoding_device
 from contaccum.training.log import read_log
 from contaccum.training.loop import Training, train
@@ -255,7 +255,7 @@ def count_step(method: str, args: Any, folder: Path) -> dict[str, Any]:
     """Train a few steps in this process and return the counts of one step."""
     pairs = 8 if method == "in_batch" or args.quick else 64
     batch = {"global_batch_size": pairs, "micro_batch_size": 4 if args.quick else 8}
-    config = from_mapping({
+    config = from_mapping(TrainConfig, {
         "method": method, "output_dir": str(folder),
         "model": {"name": args.model, "max_passage_length": 128}, "data": {"train": args.data},
         "batch": batch, "bank": {"size": 64 if args.quick else 1024},

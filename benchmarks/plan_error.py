@@ -90,7 +90,7 @@ def configuration(changes: dict, model: str, args: Any, folder: Path) -> TrainCo
         values["bank"] |= {"size": values["bank"]["size"] and 128}
     size = values["batch"]["micro_batch_size"]
     values["batch"]["global_batch_size"] = size if changes["method"] == "in_batch" else 2 * size
-    config = from_mapping(values)
+    config = from_mapping(TrainConfig, values)
     n = config.batch.global_batch_size
     config.optim.max_steps = max(-(-config.bank_size() // n) + STEPS, -(-QUERIES // n))
     return config

@@ -90,8 +90,7 @@ class EncodeConfig:
     """Kind of the texts to encode. Default: query for a file of queries, such as queries.jsonl,
     else passage."""
     shard_size: PositiveInt | None = None
-    """Number of texts in one shard. Default: at most 50000, so that all processes have about equal
-    work."""
+    """Number of texts in one shard. Default: that of the shards in the folder, else 16384."""
     dtype: VectorType = "float32"
     """Data type of the vectors on disk."""
     format: ShardFormat = "npy"

@@ -38,7 +38,6 @@ from contaccum.retrieval.shards import (
     refuse_infinite,
     saved_precision,
     started_format,
-    usual_shard_size,
     write_manifest,
     write_shard,
 )
@@ -319,19 +318,18 @@ def encode_texts(
     Return True if the shards of all processes are finished, else False.
 
     group: processes that share the work; each of W processes encodes every W-th shard. shard_size:
-    None: that of the finished shards, else see ``usual_shard_size``. format: ``npy`` or
-    ``parquet``. text: whether Parquet files also contain the texts. fingerprint: that of the
-    encoder, if the caller has it, because hashing the weights may take seconds. The process that
-    finishes last writes the manifest. Finished shards are reused. Damaged shards are encoded again
-    with a warning. Memory holds one shard.
+    None: that of the finished shards, else CHUNK. format: ``npy`` or ``parquet``. text: whether
+    Parquet files also contain the texts. fingerprint: that of the encoder, if the caller has it,
+    because hashing the weights may take seconds. The process that finishes last writes the
+    manifest. Finished shards are reused. Damaged shards are encoded again with a warning. Memory
+    holds one shard.
 
     Raises InputError if a vector is not finite, or if the folder has the embeddings of a different
     job (texts, encoder, dtype, shard size or format).
     """
     folder = Path(output_dir)
     if shard_size is None:
-        started = started_format(folder).get("shard_size")
-        shard_size = started or usual_shard_size(texts.rows, group.world)
+        shard_size = started_format(folder).get("shard_size", CHUNK)
     job = EncodingJob(
         kind=texts.kind,
         encoder=fingerprint or encoder.fingerprint(texts.kind, batch_tokens),

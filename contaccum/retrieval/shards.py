@@ -30,7 +30,6 @@ from contaccum.runtime.units import counted
 
 VERSION = 1
 MANIFEST = "manifest.json"
-LARGEST = 50_000  # rows of a shard if no size is given
 BLOCK = 65_536  # number of rows that are searched or added to an index at a time
 EXTENSIONS = {"npy": ("npy", "ids.json"), "parquet": ("parquet",)}
 """Format -> extensions of the files of a shard. The first file has the vectors."""
@@ -157,12 +156,6 @@ def finished_shards(folder: Path, job: EncodingJob) -> dict[int, ShardRecord]:
                     "choose another folder"
                 )
     return finished
-
-
-def usual_shard_size(rows: int, processes: int) -> int:
-    """Return the size of shards, at most ``LARGEST``, that gives all processes about equal work."""
-    shards_of_each = -(-rows // (processes * LARGEST))
-    return -(-rows // (processes * shards_of_each)) if rows else LARGEST
 
 
 def started_format(folder: str | Path) -> dict[str, Any]:

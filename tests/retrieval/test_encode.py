@@ -28,7 +28,7 @@ from contaccum.retrieval.encode import (
     encode_texts,
     passage_vectors,
 )
-from contaccum.retrieval.shards import ShardFolder, saved_precision, usual_shard_size
+from contaccum.retrieval.shards import ShardFolder, saved_precision
 from contaccum.runtime.files import read_json, sha256_of, write_json
 from contaccum.runtime.processes import Processes
 
@@ -119,23 +119,12 @@ def test_another_number_of_processes_makes_only_what_is_missing(tmp_path):
     assert encoder.seen == ROWS - 12
 
 
-def test_processes_get_equal_parts_of_a_corpus_smaller_than_a_shard(tmp_path):
-    encoders = [WordEncoder() for _ in range(3)]
-    for rank, encoder in enumerate(encoders):
-        encode_texts(encoder, passages(), tmp_path / "e", Processes(rank, 3))
-    assert [encoder.seen for encoder in encoders] == [9, 9, 7]
-    # a later call, alone, uses these shards
-    alone = WordEncoder()
-    assert encode_texts(alone, passages(), tmp_path / "e")
-    assert alone.seen == 0
-
-
-@pytest.mark.parametrize(
-    ("rows", "processes", "size"),
-    [(0, 4, 50_000), (5, 8, 1), (50_000, 1, 50_000), (60_000, 1, 30_000), (1_000_000, 8, 41_667)],
-)
-def test_shards_are_no_larger_than_50_000_and_divide_the_work(rows, processes, size):
-    assert usual_shard_size(rows, processes) == size
+def test_a_folder_is_continued_with_the_size_of_its_shards(tmp_path):
+    encode_texts(WordEncoder(), passages(), tmp_path / "e", Processes(1, 2), shard_size=4)
+    encoder = WordEncoder()
+    assert encode_texts(encoder, passages(), tmp_path / "e")
+    assert encoder.seen == ROWS - 12
+    assert ShardFolder(tmp_path / "e").job.shard_size == 4
 
 
 def test_a_finished_folder_costs_no_encoding(tmp_path):

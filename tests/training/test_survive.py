@@ -70,8 +70,12 @@ def test_second_signal_ends_the_run_at_once(data, tmp_path):
     run = tmp_path / "run"
     endless = (
         "import time; from contaccum.training.loop import Training; take = Training.take_step\n"
-        "Training.take_step = lambda self, batches: time.sleep(1000) if self.done == 3 else "
-        "take(self, batches)"
+        "def fourth_never_ends(self, batches):\n"
+        "    while self.done == 3:\n"
+        # a signal just before a sleep is seen only after it
+        "        time.sleep(0.1)\n"
+        "    return take(self, batches)\n"
+        "Training.take_step = fourth_never_ends\n"
     )
     process = start(train_config(data, run), tmp_path, before=endless)
     wait_until(lambda: len(read_log(run)) == 3, process)
@@ -94,7 +98,9 @@ def test_encode_stops_on_sigterm(data, tmp_path):
         "import sys, time; from contaccum import cli; from contaccum.retrieval import encode\n"
         "plain = encode.encode_shard\n"
         "def third_takes_long(encoder, texts, start, *rest):\n"
-        "    return time.sleep(1000) if start == 20 else plain(encoder, texts, start, *rest)\n"
+        "    while start == 20:\n"
+        "        time.sleep(0.1)\n"
+        "    return plain(encoder, texts, start, *rest)\n"
         "encode.encode_shard = third_takes_long\n"
         "sys.exit(cli.main(sys.argv[1:]))"
     )
