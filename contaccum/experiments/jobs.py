@@ -104,13 +104,6 @@ class Job:
 
     def refuse_changes(self) -> None:
         """Raise InputError if the folder has a result of other settings or other data."""
-        if not self.folder.is_dir():
-            return
-        if not self.file.is_file():
-            raise InputError(
-                f"{self.folder}: exists, but not {self.file}, which says how it was made; use "
-                "another output_dir"
-            )
         old, new = self.old_made_of(), self.made_of
         names = old.keys() & new.keys()  # a tuning run has no test data
         changes = config_differences({n: old[n] for n in names}, {n: new[n] for n in names})
@@ -121,9 +114,14 @@ class Job:
             )
 
     def old_made_of(self) -> dict[str, Any]:
-        """Return what the result in the folder depends on, {} if there is none."""
-        if not (self.folder.is_dir() and self.file.is_file()):
+        """Return what the result in the folder depends on, {} if there is no folder."""
+        if not self.folder.is_dir():
             return {}
+        if not self.file.is_file():
+            raise InputError(
+                f"{self.folder}: exists, but not {self.file}, which says how it was made; use "
+                "another output_dir"
+            )
         return read_json(self.file, dict[str, Any])["made_of"]
 
     def write(self) -> None:

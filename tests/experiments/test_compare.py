@@ -25,7 +25,7 @@ from contaccum.config import DataConfig, MixtureConfig, to_yaml
 from contaccum.config.experiments import CompareConfig
 from contaccum.errors import InputError
 from contaccum.experiments import jobs as jobs_module
-from contaccum.experiments.compare import Study, require_unseen
+from contaccum.experiments.compare import FULL, Study, require_unseen
 from contaccum.experiments.jobs import Job, Worker, contents_of, run_job
 from contaccum.experiments.run_records import RunRecord, group_runs
 from contaccum.experiments.settings import read_settings, read_values, variants
@@ -512,10 +512,9 @@ def test_a_budget_in_seconds_is_measured_with_the_threads_of_a_run(tmp_path, mon
         options = CompareConfig(budget="9s", parallel=parallel, test_split="dev")
         with pytest.warns(UserWarning, match=r"so optim\.max_steps 6 has no effect"):
             study = Study(plain, options)
-        monkeypatch.setattr(study, "_check_folders", lambda jobs: (_ for _ in ()).throw(KeyError))
-        (tmp_path / "study").mkdir(exist_ok=True)
-        with pytest.raises(KeyError):
-            study.run(None)
+        study.output.mkdir(exist_ok=True)
+        (variant,) = study.variants
+        study._plan_run(variant, variant.candidates[0], 0, FULL, None)
     assert found == [{}, {"OMP_NUM_THREADS": "4"}]
 
 
