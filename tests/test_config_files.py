@@ -54,6 +54,7 @@ def test_sound_config_gets_as_far_as_its_data(written, capsys):
 VALUES = [
     ("bank.size", "many", "expected `int | null`, got `str`"),
     ("optim.learning_rate", "fast", "expected `float`, got `str`"),
+    ("optim.warmup_steps", "1.5", "expected a number of steps, or a share of the steps below 1"),
     ("batch.micro_batch_size", "many", "expected N|auto"),
     ("model.similarity", "cosin", "expected {cosine,dot}; did you mean cosine?"),
 ]

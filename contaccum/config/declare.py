@@ -61,6 +61,8 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 DecayRate = Annotated[float, Meta(ge=0, lt=1)]
+Steps = NonNegativeInt | Annotated[float, Meta(ge=0, lt=1)]
+"""A number of steps, or a share of the steps of a run."""
 
 ResumeRule = Literal["free", "ask", "never"]
 

@@ -15,6 +15,7 @@ from contaccum.config.declare import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Steps,
     setting,
 )
 
@@ -297,7 +298,7 @@ class OptimConfig:
     ignored."""
     max_steps: PositiveInt | None = None
     """Total number of optimizer steps. Default: as many as `epochs` needs."""
-    warmup_steps: NonNegativeInt | NonNegativeFloat = 0
+    warmup_steps: Steps = 0
     """Number of steps in which the learning rate rises from 0 to its maximum. Below 1: share of all
     steps."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"

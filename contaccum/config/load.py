@@ -17,7 +17,7 @@ import msgspec
 import yaml
 from msgspec import inspect
 
-from contaccum.config.declare import METHOD_SPECS
+from contaccum.config.declare import METHOD_SPECS, Steps
 from contaccum.errors import InputError, library_errors
 
 Options = TypeVar("Options")
@@ -279,6 +279,8 @@ def converted(kind: Any, value: Any, where: str) -> Any:
             expected += "; write it in quotes"
         if isinstance(value, str) and "`array`" in message:
             expected += ", such as [a, b]"
+        if kind == Steps:
+            expected = "expected a number of steps, or a share of the steps below 1"
         if words := choices(kind):
             expected = f"expected {placeholder(kind)}"
             if near := difflib.get_close_matches(str(value), words, n=1):

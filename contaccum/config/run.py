@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from contaccum.config.declare import (
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
+    Steps,
     parse_bytes,
     setting,
 )
@@ -53,14 +53,14 @@ class RunConfig(ProcessConfig):
     memory_budget: str | None = setting(None, resume="free")
     """Maximum memory of torch on each GPU, such as 11GB or 10GiB. CUDA needs a few hundred MB in
     addition. Default: no limit."""
-    save_steps: NonNegativeInt | NonNegativeFloat = setting(0.25, resume="free")
+    save_steps: Steps = setting(0.25, resume="free")
     """Number of steps between two checkpoints. Below 1: share of the run's steps. A checkpoint is
     also written 10 minutes after the last one. 0: no checkpoints, except after a signal or an
     error."""
     keep_checkpoints: PositiveInt | None = setting(None, resume="free")
     """Number of newest checkpoints to keep, also after the run, which then ends with a checkpoint.
     Default: 2 during the run. After its last step only the model is kept."""
-    eval_steps: NonNegativeInt | NonNegativeFloat = 0.25
+    eval_steps: Steps = 0.25
     """Number of steps between two evaluations on `data.dev`. Below 1: share of the run's steps. The
     model is also evaluated before training and after the last step; an evaluation shortly before
     the last step is left out. 0: only the last step is evaluated."""

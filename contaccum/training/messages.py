@@ -1,7 +1,10 @@
 """Lines that a run prints at its start and at its end."""
 
+import math
 import shlex
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 from contaccum.config import TrainConfig
 from contaccum.data.retrieval_set import RetrievalSet
@@ -10,10 +13,12 @@ from contaccum.encoder import TOWERS, EncoderSettings
 from contaccum.runtime.files import read_json
 from contaccum.runtime.units import counted
 from contaccum.training import automatic, parts
+from contaccum.training.log import read_log
 from contaccum.training.run_folder import DEV_METRICS_FILE
 
 NOTE = "note: "
 HIGH_RATE = 1e-2  # learning rate above which a run prints a note
+LAST_STEPS = 5  # steps at the end of a run whose loss is compared with that of guessing
 
 
 def first_lines(
@@ -81,6 +86,12 @@ def next_steps(config: TrainConfig, model: Path) -> list[str]:
     model: folder of the trained model.
     """
     lines = []
+    if guesses(read_log(Path(config.output_dir))):
+        lines.append(
+            f"{NOTE}the loss of the last {LAST_STEPS} steps is that of guessing the positive among "
+            "all passages, so the model has learned nothing, or has forgotten it; try a lower "
+            "optim.learning_rate"
+        )
     if (model / TOWERS[0]).is_dir():
         lines.append(
             "two encoders, for queries and passages: in sentence-transformers, use encode_query "
@@ -100,3 +111,17 @@ def next_steps(config: TrainConfig, model: Path) -> list[str]:
     data = shlex.quote(tests[0]) if tests else "DATA"
     lines.append(f"next: contaccum evaluate --model {shlex.quote(str(model))} --data {data}")
     return lines
+
+
+def guesses(log: list[dict[str, Any]]) -> bool:
+    """Return whether the loss at the end of a run is not below that of equal logits.
+
+    The loss of n candidates with equal logits is log n. Runs of fewer than twice ``LAST_STEPS``
+    steps may not have learned yet.
+    """
+    steps = [line for line in log if "loss" in line]
+    if len(steps) < 2 * LAST_STEPS:
+        return False
+    guessing = [math.log1p(line["negatives"]) for line in steps[-LAST_STEPS:]]
+    losses = [line["loss"] for line in steps[-LAST_STEPS:]]
+    return min(guessing) > 0 and mean(losses) > 0.98 * mean(guessing)

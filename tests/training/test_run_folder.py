@@ -1,6 +1,7 @@
 """Folder of a run: files of other versions, a start without resume, changed dev data."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -8,11 +9,13 @@ import pytest
 from helpers import train_config, weights, write_beir
 
 from contaccum.cli import main
+from contaccum.config import TrainConfig
 from contaccum.errors import InputError
 from contaccum.experiments.report import console_report
 from contaccum.runtime.files import sha256_of
 from contaccum.training.log import read_log
 from contaccum.training.loop import train
+from contaccum.training.messages import next_steps
 
 CHANGES = {
     "optim.max_steps": 4,
@@ -149,3 +152,14 @@ def test_edited_dev_data_are_refused_on_resume(file, scene, tmp_path):
         train(train_config(data, run, resume=True, **settings))
     (dev / file).write_text(text)
     train(train_config(data, run, resume=True, **settings))
+
+
+def test_a_run_at_the_loss_of_guessing_says_so(tmp_path):
+    """A mean of 7 negatives with equal logits: the loss is log 8."""
+    config = TrainConfig(output_dir=str(tmp_path))
+    kept = [{"step": step, "loss": 1.0, "negatives": 7.0} for step in range(1, 6)]
+    for last, learned in ((math.log(8), False), (1.0, True)):
+        lines = [*kept, *({"step": 6, "loss": last, "negatives": 7.0} for _ in range(5))]
+        (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        said = next_steps(config, tmp_path / "model")
+        assert any("learned nothing" in line for line in said) is not learned
