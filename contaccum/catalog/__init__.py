@@ -104,6 +104,8 @@ def source_of(name: str, split: str) -> tuple[str, str, str]:
         split = hub.split or split
     elif text.startswith(("dpr/", "nanobeir/")) and not os.path.exists(text):
         split = ""  # each has only one
+    elif text.startswith("mteb/") and not os.path.exists(text):
+        text = text.casefold()  # capitals make no difference
     return os.path.realpath(text), configuration, "" if os.path.isfile(text) else split
 
 

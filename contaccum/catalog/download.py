@@ -13,7 +13,14 @@ from tqdm.auto import tqdm
 
 from contaccum.catalog import table
 from contaccum.errors import InputError, library_errors
-from contaccum.runtime.files import cache_folder, created_folder, sweep, whole_folder, write_errors
+from contaccum.runtime.files import (
+    cache_folder,
+    created_folder,
+    sweep,
+    whole_folder,
+    write_errors,
+    write_text,
+)
 from contaccum.runtime.locks import waiting_lock
 
 BASE_URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets"
@@ -149,17 +156,20 @@ def _download(url: str, path: Path, target: Path) -> None:
     """Download ``url`` to the file ``path``, which appears whole or not at all.
 
     If the connection breaks, the received bytes stay in a hidden file, and the next call asks the
-    server for the rest.
+    server for the rest of this version of the file.
 
     target: path where the error message tells users to put a copy of the data.
     """
     part = path.with_name(f".{path.name}.unfinished")
+    version = path.with_name(f".{path.name}.version")
     headers = {"Accept-Encoding": "identity"}  # so that Content-Length counts the bytes of the file
     start = 0
     with created_folder(path.parent), write_errors(path):
         if part.exists():
             start = part.stat().st_size
             headers["Range"] = f"bytes={start}-"
+            if version.exists():  # the server sends a changed file from its start
+                headers["If-Range"] = version.read_text(encoding="utf-8")
         try:
             with requests.get(url, stream=True, timeout=_TIMEOUT, headers=headers) as response:
                 if response.status_code != 206:
@@ -169,6 +179,13 @@ def _download(url: str, path: Path, target: Path) -> None:
                         return _download(url, path, target)
                     start = 0
                 response.raise_for_status()
+                if start == 0:
+                    tag = response.headers.get("ETag", "")
+                    if tag.startswith("W/"):  # of equal content, but not of equal bytes
+                        tag = ""
+                    version.unlink(missing_ok=True)
+                    if tag or (tag := response.headers.get("Last-Modified", "")):
+                        write_text(version, tag)
                 length = int(response.headers.get("Content-Length", 0))
                 with (
                     open(part, "ab") as file,
@@ -187,6 +204,7 @@ def _download(url: str, path: Path, target: Path) -> None:
                     file.flush()
                     os.fsync(file.fileno())
             os.replace(part, path)
+            version.unlink(missing_ok=True)
         except (requests.RequestException, ValueError) as error:  # ValueError: a broken redirect
             reason = type(error).__name__
             if isinstance(error, requests.HTTPError):

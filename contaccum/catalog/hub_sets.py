@@ -442,9 +442,17 @@ def write_retrieval_set(
 
     sources = splits.values()
     corpus = name.rows(files_of("corpus", next(iter(sources))))
-    query_files = dict.fromkeys(chain(*(files_of("queries", split) for split in sources)))
-    # of several queries with the same id, the last is used, as in a BEIR folder
-    queries = {row["_id"]: row for row in starmap(_query, name.rows(query_files))}
+    queries: dict[str, Any] = {}
+    for files in dict.fromkeys(tuple(files_of("queries", split)) for split in sources):
+        # of several queries with the same id, the last is used, as in a BEIR folder
+        found = {row["_id"]: row for row in starmap(_query, name.rows(files))}
+        for key in found.keys() & queries.keys():
+            if found[key]["text"] != queries[key]["text"]:
+                raise InputError(
+                    f"{name.text}: the query id {key!r} has different texts in two splits; name "
+                    f"one split, as in hub:{name.repository}::{next(iter(sources))}"
+                )
+        queries |= found
     judged = {
         split: starmap(_judgement, name.rows(files_of("grades", source)))
         for split, source in splits.items()

@@ -24,7 +24,7 @@ class EncodingConfig:
     pooling: Literal["cls", "mean", "last"] | None = None
     """How to make one vector from the token vectors: first token (cls), average (mean), or last
     token (last). Default: as stored in the folder of the encoder, else as published for its family
-    (such as E5 or BGE), else mean."""
+    (such as E5 or BGE), else last for a decoder and mean for other encoders."""
     similarity: Literal["cosine", "dot"] | None = None
     """How to compare two vectors: inner product of unit vectors (cosine) or of raw vectors (dot).
     Default: as stored in the folder of the encoder, else as published for its family, else

@@ -107,6 +107,11 @@ def load_backbone(
         )
     refuse_other_heads(name, info["unexpected_keys"])
     refuse_incomplete(name, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"])
+    if quantize == "none":
+        # transformers fills a missing pooler with random numbers, so each load would have another
+        # fingerprint
+        for key in info["missing_keys"]:
+            backbone.get_parameter(key).data.zero_()
 
     if decoder_only(config.model_type):
         backbone.config.use_cache = False  # an encoder never generates text

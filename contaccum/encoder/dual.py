@@ -1,9 +1,4 @@
-"""DualEncoder, a model with a query tower and a passage tower.
-
-Each tower is saved in its own folder. ``AutoModel.from_pretrained`` and ``SentenceTransformer`` can
-load each of these folders. The file ``contaccum.json``, next to the two folders, has the settings
-of both towers.
-"""
+"""DualEncoder, a model with a query tower and a passage tower."""
 
 import hashlib
 import json

@@ -39,6 +39,8 @@ def merge(
     if share is not None and start is None:
         raise InputError(f"--share {share:g} has no effect without --start; leave it out")
     share = USUAL_SHARE if share is None else share
+    if not 0 <= share <= 1:
+        raise InputError(f"share is {share:g}, expected a number from 0 to 1")
     encoder = DualEncoder.load(model, trust_remote_code=trust_remote_code, merge=start is None)
     if start is not None:
         if encoder.adapted:
@@ -73,9 +75,12 @@ def _start_of_passages(model: str) -> Any:
 
     Return None if that is the one of its query tower.
     """
-    file = Path(model_folder(model)).absolute().parent / "config.yaml"
-    if file.is_file():
-        with suppress(InputError):  # the file of another program
-            if setting := read_config_file(str(file)).get("model.passage_name"):
-                return setting.value
+    folder = Path(model_folder(model)).absolute()
+    # of run/model and of run/checkpoints/step-N/model
+    for run in (folder.parent, folder.parents[2] if len(folder.parents) > 2 else folder.parent):
+        file = run / "config.yaml"
+        if file.is_file():
+            with suppress(InputError):  # the file of another program
+                if setting := read_config_file(str(file)).get("model.passage_name"):
+                    return setting.value
     return None

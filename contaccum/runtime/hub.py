@@ -47,19 +47,9 @@ def hub_errors(
 
     It converts errors to InputError. Arguments: see ``library_errors``.
 
-    If the Hub does not answer, this function turns on offline mode, which reads only the local
-    cache of the Hub, until the Hub answers. In online mode, the Hub library would try each file six
-    times, for 30 seconds, and print a line for each attempt.
+    If the Hub does not answer, only its local cache is read, see ``why_offline``.
     """
-    before, _ = _failures.get(constants.ENDPOINT, ("", 0.0))
-    reason = why_offline()
-    if reason or before:
-        # also for child processes, and for libraries that are imported later
-        os.environ["HF_HUB_OFFLINE"] = "1" if reason else "0"
-        constants.HF_HUB_OFFLINE = bool(reason)
-        if "datasets" in sys.modules:
-            sys.modules["datasets"].config.HF_HUB_OFFLINE = bool(reason)
-    if reason:
+    if reason := why_offline():
         problem = f"{problem}; {reason}, so only the cache of the Hub is used"
     return library_errors(problem, *kinds, fix=fix)
 
@@ -71,7 +61,9 @@ _failures: dict[str, tuple[str, float]] = {}
 def why_offline() -> str:
     """Return why the Hub cannot be used, or an empty text if it answers.
 
-    After a failure, it is asked again after ``AGAIN`` s.
+    After a failure, it is asked again after ``AGAIN`` s. Until it answers, the Hub library is in
+    offline mode, in which it reads only its cache. In online mode, it would try each file six
+    times, for 30 seconds, and print a line for each attempt.
     """
     import requests
 
@@ -93,9 +85,16 @@ def why_offline() -> str:
         thread = Thread(target=ask, daemon=True)
         thread.start()
         thread.join(SECONDS)
+        failed_before, reason = bool(reason), found[-1]
         # a later answer to this request changes nothing
-        _failures[endpoint] = (found[-1], time.monotonic())
-    return _failures[endpoint][0]
+        _failures[endpoint] = (reason, time.monotonic())
+        if reason or failed_before:
+            # also for child processes, and for libraries that are imported later
+            os.environ["HF_HUB_OFFLINE"] = "1" if reason else "0"
+            constants.HF_HUB_OFFLINE = bool(reason)
+            if "datasets" in sys.modules:
+                sys.modules["datasets"].config.HF_HUB_OFFLINE = bool(reason)
+    return reason
 
 
 def loading(name: str) -> AbstractContextManager[None]:

@@ -207,6 +207,28 @@ def test_a_broken_download_is_resumed(answer, tmp_path, monkeypatch):
     assert answer != "no rest" or b"Range" not in seen[2]
 
 
+def test_the_rest_of_a_download_is_of_the_same_version(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(download, "_CHUNK", 16)
+    old, new = b"o" * 64, b"n" * 64
+    for number, (given, sent) in enumerate(
+        [
+            (b'ETag: "one"', b'If-Range: "one"'),
+            (b'ETag: W/"one"\r\nLast-Modified: Sun', b"If-Range: Sun"),
+            (b"X: y", None),
+        ]
+    ):
+        head = WHOLE.replace(b"Connection", given + b"\r\nConnection") % 64
+        cache = tmp_path / str(number)
+        with scripted(head + old[:32], WHOLE % 64 + new) as (url, seen):
+            with pytest.raises(InputError, match="cannot be downloaded"):
+                dpr_file("nq-train", cache, base_url=url)
+            assert dpr_file("nq-train", cache, base_url=url).read_bytes() == new
+        assert left(cache) == ["biencoder-nq-train.json.gz"]
+        assert b"Range: bytes=32-" in seen[1]
+        assert (b"If-Range" in seen[1], sent is None or sent in seen[1]) == (sent is not None, True)
+
+
 def test_what_a_process_killed_while_unpacking_left_is_swept(server, tmp_path):
     md5, cache = beir_archive(server.folder / "nq.zip", "nq"), tmp_path / "cache"
     call = (

@@ -253,6 +253,21 @@ def test_queries_of_several_splits_over_one_corpus_are_written_once(hub):
     ] == ["q0", "q1"]
 
 
+def test_a_query_id_with_different_texts_in_two_splits_is_refused(hub):
+    qrels = {"query-id": ["q0"], "corpus-id": ["p0"], "score": [1]}
+    queries = {split: {"_id": ["q0"], "text": [f"{split}?"]} for split in ("train", "test")}
+    parts = {
+        "qrels": {split: (f"qrels/{split}.jsonl", qrels) for split in queries},
+        "corpus": {"corpus": ("corpus.jsonl", CORPUS_ROWS)},
+        "queries": {split: (f"queries/{split}.jsonl", rows) for split, rows in queries.items()},
+    }
+    card(hub.folder / "mteb" / "scifact", parts)
+    with pytest.raises(InputError, match="'q0' has different texts in two splits; name one split"):
+        fetch("mteb/SciFact", "train")
+    folder = fetch("hub:mteb/scifact::test", "train")
+    assert json.loads((folder / "queries.jsonl").read_text())["text"] == "test?"
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [

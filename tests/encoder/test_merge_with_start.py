@@ -82,6 +82,19 @@ def test_towers_that_started_from_two_encoders_are_averaged_each_with_its_own(tm
     assert apart[1] > 1e-3
 
 
+def test_the_checkpoint_of_a_run_is_averaged_as_its_model(tmp_path):
+    folders = [family_folder("bert", tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    run = tmp_path / "run"
+    model = run / "checkpoints" / "step-00000001" / "model"
+    DualEncoder.load(folders[0], passage_name=folders[1]).save(model)
+    write(run / "config.yaml", json.dumps({"model.passage_name": str(folders[1])}))
+    merged = merge(str(model.parent), str(tmp_path / "merged"), start=str(folders[0]), share=0.5)
+    expected = DualEncoder.load(folders[1]).encode_passages(TEXTS)
+    assert np.abs(DualEncoder.load(merged).encode_passages(TEXTS) - expected).max() < 1e-6
+    with pytest.raises(InputError, match="share is 7, expected a number from 0 to 1"):
+        merge(str(model), str(tmp_path / "other"), start=str(folders[0]), share=7)
+
+
 def test_a_model_with_an_adapter_is_refused(tmp_path):
     pytest.importorskip("peft")
     family_folder("bert", tmp_path / "start")
