@@ -652,7 +652,7 @@ SPOILT: list[tuple[str, str, list[str]]] = [
     ("train.jsonl", lines(PAIRS[0], PAIRS[1] | {"pos": 5}, PAIRS[0], PAIRS[2] | {"pos": [""]}),
      [":2: Expected `str | array`, got `int` - at `$.pos`", ":4: passage"]),
     ("train.json", json.dumps(RECORDS, indent=1),
-     ["(record 2): query 'unnamed-query-2' has an empty text",
+     ["(record 2): the query has an empty text",
       "(record 3): Expected `object`, got `int`", "(record 4): passage '1'"]),
     ("questions.csv", "who?\t['a']\nwhen?\t[]\nwhere?\n",
      [":2: the answers are '[]'", ":3: found ['where?']"]),

@@ -45,6 +45,7 @@ from contaccum.formats.readers import (
 from contaccum.formats.records import (
     READER_VERSION,
     SourceLocation,
+    is_blank,
     record_line,
     write_beir_folder,
 )
@@ -258,27 +259,23 @@ def _write_examples(name: HubName, files: list[str], folder: Path) -> None:
     """
     number = 0  # of the current row
     irrelevant = 0  # number of rows with a low label or score
+    without_query: list[SourceLocation] = []  # rows
     unread: dict[str, None] = {}  # columns of the first rows that look like hard negatives
     form = None
     wrong = 0  # number of invalid rows
     errors: list[InputError] = []  # of the first of them
-    is_local = os.path.exists(name.repository)
     with open(folder / "examples.jsonl", "wb") as file:
-        for number, (place, row) in enumerate(name.rows(files), 1):
-            # the rows of a Parquet file have no lines, and a file of the Hub is in a cache
-            has_line = is_local and place.line > 0
-            location = place if has_line else SourceLocation(Path(name.text), 0, number)
+        for number, (location, row) in enumerate(_located_rows(name, files), 1):
             if "label" not in name.columns:
                 irrelevant += any(is_low(row.get(column)) for column in LABEL_NAMES)
-            for column in chain.from_iterable(name.columns.values()):
-                if column not in row:
-                    available = ", ".join(map(repr, row))
-                    raise location.error(f"column {column!r} not found; available: {available}")
             if not name.columns:
                 form = form or FORMATS[kind_of_record(row, location) or "jsonl"]
             try:
                 if form is None:
                     record: object = _mapped(name, row, location)
+                    if record is None:
+                        without_query.append(location)
+                        continue
                 else:
                     record = _typed(location, row, form)
                     if number <= FIRST_RECORDS:
@@ -294,6 +291,11 @@ def _write_examples(name: HubName, files: list[str], folder: Path) -> None:
     if not number:
         raise InputError(f"{name.text}: has no rows; it needs at least one")
     problems = []
+    if without_query:
+        problems.append(
+            f"skipped {counted(len(without_query), 'row')} without a query (the first: "
+            f"{without_query[0]})"
+        )
     if unread:
         columns = ",".join(unread)
         problems.append(
@@ -309,14 +311,38 @@ def _write_examples(name: HubName, files: list[str], folder: Path) -> None:
     write_json(folder / PROBLEMS, problems)
 
 
-def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row:
-    """Return a row as a record of Tevatron's form.
+def _located_rows(name: HubName, files: list[str]) -> Rows:
+    """Yield the rows of ``files`` with locations for messages.
 
-    A column has a text or a list of texts; empty texts are removed. If the label is below 0.5, the
-    passages of ``pos`` are negatives; the reader joins the rows of a query.
+    A JSON object may lack a column. Raises InputError for a column that none of the first rows has.
+    """
+    is_local = os.path.exists(name.repository)
+    lacking = dict.fromkeys(chain.from_iterable(name.columns.values()))
+    first: tuple[SourceLocation, Row] | None = None
+    for number, (place, row) in enumerate(name.rows(files), 1):
+        # the rows of a Parquet file have no lines, and a file of the Hub is in a cache
+        has_line = is_local and place.line > 0
+        location = place if has_line else SourceLocation(Path(name.text), 0, number)
+        first = first or (location, row)
+        lacking = {column: None for column in lacking if column not in row}
+        if lacking and number == FIRST_RECORDS:
+            break
+        yield location, row
+    if lacking and first:
+        location, row = first
+        available = ", ".join(map(repr, row))
+        raise location.error(f"column {next(iter(lacking))!r} not found; available: {available}")
+
+
+def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row | None:
+    """Return a row as a record of Tevatron's form, or None if it has no query.
+
+    A column has a text or a list of texts. A JSON object may lack it, which is an empty text; empty
+    texts are removed. If the label is below 0.5, the passages of ``pos`` are negatives; the reader
+    joins the rows of a query.
     """
     values = {
-        key: [text for column in columns for text in _texts(column, row[column], location)]
+        key: [text for column in columns for text in _texts(column, row.get(column), location)]
         for key, columns in name.columns.items()
         if key != "label"
     }
@@ -325,8 +351,10 @@ def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row:
         texts = list(filter(None, values.get(key, [])))
         if len(texts) == 1:
             record[key] = texts[0]
-        elif texts or key == "query":
-            raise location.error(f"found {len(texts)} values for {key}; expected exactly one")
+        elif texts:
+            raise location.error(f"found {len(texts)} values for {key}; expected one")
+        elif key == "query":
+            return None
     positives = [{"text": text} for text in values["pos"]]
     for key, name_in_record in (("pos_id", "docid"), ("title", "title")):
         if key not in values or not positives:
@@ -341,7 +369,7 @@ def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row:
     positives = [passage for passage in positives if passage["text"]]
     negatives = [{"text": text} for text in values.get("neg", []) if text]
     if labels := name.columns.get("label"):
-        label = row[labels[0]]
+        label = row.get(labels[0])
         try:
             is_positive = label_of(label) >= 0.5
         except (TypeError, ValueError):
@@ -355,14 +383,14 @@ def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row:
 
 
 def _texts(column: str, value: object, location: SourceLocation) -> list[str]:
-    """Return the text or texts of a cell. A missing text is empty."""
+    """Return the text or texts of a cell. A missing text and white space are empty."""
     texts = value if isinstance(value, list) else [value]
     for text in texts:
         if type(text) not in (str, int, type(None)):  # bool is no int here
             raise location.error(
                 f"column {column!r} has a {type(text).__name__}; expected a text or a list of texts"
             )
-    return ["" if text is None else str(text) for text in texts]
+    return ["" if text is None or is_blank(str(text)) else str(text) for text in texts]
 
 
 def retrieval_parts(found: Collection[str], prefix: str = "") -> tuple[str, str, str]:

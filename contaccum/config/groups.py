@@ -36,8 +36,8 @@ class DataPolicy:
     records, such as a hard negative with the text of a positive. Without this option, these are
     left out with a warning."""
     repair: bool = setting(False, flag=True)
-    """Accept empty passages and duplicate ids. Of several records with the same id, the last is
-    used. Training leaves out judgements of passages that the corpus lacks. Warnings count these
+    """Accept empty passages and duplicate ids of a BEIR folder or a corpus. Of several records with
+    the same id, the last is used. Training leaves out judgements of passages that the corpus lacks. Warnings count these
     records."""
 
 

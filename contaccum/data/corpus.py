@@ -144,6 +144,7 @@ def read_query_texts(
     texts: dict[str, str] = {}
     lines: dict[str, int] = {}  # query id -> line number
     repeated = 0
+    different: set[str] = set()  # ids of several texts
     for location, query in numbered_queries(source, on_error):
         if query.id in lines:
             repeated += 1
@@ -151,12 +152,20 @@ def read_query_texts(
                 on_error(location.error(duplicate_id("query", query.id, lines[query.id])))
         lines.setdefault(query.id, location.line)
         if ids is None or query.id in ids:
+            if texts.setdefault(query.id, query.text) != query.text:
+                different.add(query.id)
             texts[query.id] = query.text
     if not lines:
         raise InputError(f"{source}: has no valid query; it needs at least one")
     if repeated:
+        doubt = ""
+        if different:
+            doubt = (
+                f"; the texts of {counted(len(different), 'id')} differ, such as "
+                f"{min(different)!r}, so judgements of the earlier ones now belong to the last"
+            )
         warnings.warn(
-            f"{source}: skipped {counted(repeated, 'query')} with the id of a later one",
+            f"{source}: skipped {counted(repeated, 'query')} with the id of a later one{doubt}",
             stacklevel=2,
         )
     return texts

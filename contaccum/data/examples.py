@@ -246,8 +246,8 @@ def build_examples(path: Path, folder: Path, on_error: OnError = stop) -> dict[s
         lists = (example.positives, example.negatives, example.others)
         empty = next((each for part in lists for each in part if is_blank(each.content)), None)
         if is_blank(example.query.text) or empty:
-            what, key = ("passage", empty.id) if empty else ("query", example.query.id)
-            on_error(location.error(f"{what} {key!r} has an empty text; every {what} needs a text"))
+            what, which = ("passage", f"passage {empty.id!r}") if empty else ("query", "the query")
+            on_error(location.error(f"{which} has an empty text; every {what} needs a text"))
             continue
         query_of_record.append(queries.add(example.query, example.query.text, location))
         given = example.scores or ([math.nan] * len(lists[0]), [math.nan] * len(lists[1]))

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ def pairs_file(pairs: Any) -> Path:
     If neither the query nor the positive has a usual name, and in a tuple, the first value is the
     query, the second the positive, and the others are hard negatives, as the columns in
     sentence-transformers. Instead of one text, positives and negatives may be lists of texts. None,
-    "" and a missing value of a DataFrame mean that there is no positive or no negative. Raises
-    InputError for anything else, and for fields that are not read.
+    white space and a missing value of a DataFrame mean that there is no positive or no negative;
+    pairs without a query are left out, with a warning. Raises InputError for anything else, and
+    for fields that are not read.
     """
     if isinstance(pairs, str | Path | Mapping) or not isinstance(pairs, Iterable):
         raise InputError(
@@ -49,16 +51,27 @@ def pairs_file(pairs: Any) -> Path:
         # pandas marks missing values in several ways
         pairs = frame.astype(object).where(frame.notna(), None).to_dict("records")
     names: list[Any] = []  # of the first dict; their order may decide what they are
-    records = []
+    records: list[JsonlRecord] = []
+    without_query: list[int] = []
     for number, pair in enumerate(pairs):
         if isinstance(pair, Mapping):
             names = names or list(pair)
             pair = {name: pair[name] for name in (*names, *pair) if name in pair}
-        records.append(record_of(pair, f"pairs[{number}]"))
+        record = record_of(pair, f"pairs[{number}]")
+        if is_blank(record.query):
+            without_query.append(number)
+        else:
+            records.append(record)
     if not any(record.pos for record in records):
         found = f"has {counted(len(records), 'query')}, none with a positive"
-        raise InputError(
-            f"pairs {found if records else 'is empty'}, expected at least one query with a positive"
+        if not records:
+            found = "has no query" if without_query else "is empty"
+        raise InputError(f"pairs {found}, expected at least one query with a positive")
+    if without_query:
+        warnings.warn(
+            f"skipped {counted(len(without_query), 'pair')} without a query (the first: "
+            f"pairs[{without_query[0]}])",
+            stacklevel=3,
         )
     content = b"".join(map(record_line, records)).decode()
     key = hashlib.sha256(content.encode()).hexdigest()
@@ -85,14 +98,17 @@ def record_of(pair: Any, where: str) -> JsonlRecord:
         if field == "query":
             value = _text(value, place)
         elif field in ("pos", "neg"):
-            texts = value if isinstance(value, list | tuple) else [value]
-            if value in (None, ""):
-                texts = []
-            value = record[field] + [_text(text, place) for text in texts]
+            if isinstance(value, list | tuple):
+                texts = [_text(text, place) for text in value]
+                if "" in texts:
+                    raise InputError(f"{place}: has an empty text, expected texts")
+            else:
+                texts = [text] if (text := _text(value, place)) else []
+            value = record[field] + texts
         record[field] = value
     try:
         found = msgspec.convert(record, JsonlRecord)
-        found.example(0)  # counts the ids and scores
+        found.example()  # counts the ids and scores
     except ValueError as error:
         raise InputError(f"{where}: {error}") from error
     return found
@@ -141,10 +157,11 @@ def _is_no_text(name: Any) -> bool:
 
 
 def _text(value: Any, where: str) -> str:
+    """Return a text, which is empty for None and white space."""
+    if value is None:
+        return ""
     text = require_utf8(value, where)
-    if is_blank(text):
-        raise InputError(f"{where}: is empty, expected a text")
-    return str(text)  # JSON knows no numpy.str_
+    return "" if is_blank(text) else str(text)  # JSON knows no numpy.str_
 
 
 def _without_numpy(value: Any) -> Any:

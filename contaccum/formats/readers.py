@@ -169,8 +169,8 @@ def numbered_examples(
     """Yield the location and the example of each record of a file of training examples.
 
     The file is a DPR JSON, a JSONL of query, pos and neg, or a Tevatron JSONL. A query without an
-    id gets the id ``unnamed-query-N``; N is the number of the record. A passage without an id gets
-    a hash of its content as its id. Teacher scores are ``pos_scores`` and ``neg_scores`` in JSONL
+    id gets the id ``unnamed-query-`` and a hash of its text, and a passage without an id a hash of
+    its content. Teacher scores are ``pos_scores`` and ``neg_scores`` in JSONL
     (FlagEmbedding), and the ``score`` of each passage in Tevatron.
     """
     kind = kind_of_data(path)
@@ -180,10 +180,9 @@ def numbered_examples(
             f"JSONL with query, pos and neg. {_TABLE_HINT}"
         )
     form = FORMATS[kind]
-    records = json_records(path, form, form.description, on_error)
-    for number, (location, record) in enumerate(records, 1):
+    for location, record in json_records(path, form, form.description, on_error):
         try:
-            example = record.example(number)
+            example = record.example()
         except ValueError as error:
             on_error(location.error(str(error)))
         else:

@@ -25,7 +25,7 @@ import msgspec
 from contaccum.errors import InputError
 from contaccum.runtime.files import refuse_url, whole_file
 
-READER_VERSION = 18
+READER_VERSION = 19
 """Part of the key of every cached table. Increase it if a reader changes what it reads from a file:
 the tables are then built again."""
 

@@ -46,7 +46,6 @@ Passages = list[PassageRecord] | UnsetType | None
 
 
 def make_example(
-    number: int,
     query: str,
     key: Id,
     positives: list[PassageRecord],
@@ -56,9 +55,9 @@ def make_example(
 ) -> Example:
     """Return an example. It has teacher scores if ``scored`` and if all its passages have one.
 
-    A query without an id gets the id ``unnamed-query-NUMBER``. A number alone would not be safe,
-    because it could also be the id of a passage. Evaluation skips a passage that has the same id as
-    the query.
+    A query without an id gets the id ``unnamed-query-HASH``, with a hash of its text. The hash
+    alone would not be safe, because it could also be the id of a passage. Evaluation skips a
+    passage that has the same id as the query.
     """
     negatives = negatives or []
     scores = [record.score for record in (*positives, *negatives)]
@@ -69,8 +68,9 @@ def make_example(
         except msgspec.ValidationError as error:
             raise ValueError(f"field score of the passages: {error}") from error
         teacher = TeacherScores(scores[: len(positives)], scores[len(positives) :])
+    hashed = content_id("", query)
     return Example(
-        Query(f"unnamed-query-{number}" if key in (UNSET, None, "") else str(key), query),
+        Query(str(key) if key not in (UNSET, None, "") else f"unnamed-query-{hashed}", query),
         [record.passage() for record in positives],
         [record.passage() for record in negatives],
         [record.passage() for record in others or []],
@@ -92,7 +92,7 @@ class JsonlRecord(Struct):
     neg_id: list[Id] | UnsetType | None = UNSET
     neg_scores: Scores | UnsetType | None = UNSET
 
-    def example(self, number: int) -> Example:
+    def example(self) -> Example:
         lists = []
         for name in ("pos", "neg"):
             texts = getattr(self, name) or []
@@ -112,7 +112,7 @@ class JsonlRecord(Struct):
                     for text, key, score in zip(texts, *columns, strict=True)
                 ]
             )
-        return make_example(number, self.query, self.query_id, lists[0], lists[1])
+        return make_example(self.query, self.query_id, lists[0], lists[1])
 
     @classmethod
     def of(cls, example: Example) -> "JsonlRecord":
@@ -153,9 +153,9 @@ class TevatronRecord(Struct):
     negative_passages: Passages = None
     query_id: Id = UNSET
 
-    def example(self, number: int) -> Example:
+    def example(self) -> Example:
         lists = (self.positive_passages, self.negative_passages)
-        return make_example(number, self.query, self.query_id, *lists)
+        return make_example(self.query, self.query_id, *lists)
 
     @classmethod
     def of(cls, example: Example) -> "TevatronRecord":
@@ -175,9 +175,9 @@ class DprRecord(Struct):
     query_id: Id = UNSET
     answers: Any = ()
 
-    def example(self, number: int) -> Example:
+    def example(self) -> Example:
         lists = (self.positive_ctxs, self.hard_negative_ctxs, self.negative_ctxs)
-        return make_example(number, self.question, self.query_id, *lists, scored=False)
+        return make_example(self.question, self.query_id, *lists, scored=False)
 
     @classmethod
     def of(cls, example: Example) -> "DprRecord":

@@ -18,6 +18,7 @@ from contaccum.config import DataConfig
 from contaccum.data.commands import check, convert
 from contaccum.data.dataset import load_training
 from contaccum.errors import InputError
+from contaccum.formats.records import content_id
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def name(tmp_path, monkeypatch):
 
 def test_every_door_opens_a_set_by_name(name, tmp_path):
     assert open_train_set(name, hard_negatives=1).passages["text"][:] == ["x", "y"]
-    assert open_retrieval_set(name, "test").queries == {"unnamed-query-1": "b"}
+    assert open_retrieval_set(name, "test").queries == {f"unnamed-query-{content_id('', 'b')}": "b"}
     for _ in range(2):
         with pytest.warns(UserWarning, match=r"only the split train is read, not test; .*::test"):
             found = check(name)
@@ -127,11 +128,11 @@ def triplets(tmp_path, name):
 
 
 def test_an_error_in_a_table_names_the_table_and_the_row(tmp_path):
-    (tmp_path / "faq.csv").write_text("question,answer\nwhere,here\n,there\n")
-    name = f"hub:{tmp_path}?query=question&pos=answer"
+    (tmp_path / "faq.csv").write_text("question,answer,label\nwhere,here,1\nwho,there,x\n")
+    name = f"hub:{tmp_path}?query=question&pos=answer&label=label"
     with pytest.raises(InputError) as caught:
         open_train_set(name)
-    assert str(caught.value).startswith(f"{tmp_path / 'faq.csv'}:3: found 0 values for query")
+    assert str(caught.value).startswith(f"{tmp_path / 'faq.csv'}:3: column 'label' has 'x'")
 
 
 def test_columns_of_other_names_are_mapped(triplets):

@@ -12,6 +12,7 @@ from tiny_data import beir, lines, write, write_gzip
 from contaccum.cli import main
 from contaccum.config import DataPolicy
 from contaccum.data.commands import check
+from contaccum.data.corpus import read_query_texts
 from contaccum.data.dataset import open_dataset
 from contaccum.errors import InputError
 from contaccum.formats.readers import kind_of_data
@@ -126,21 +127,35 @@ def test_a_label_decides_between_positive_and_hard_negative(tmp_path):
 
 
 def test_a_wrong_row_of_a_table_is_named_by_its_number(tmp_path):
-    path = write(tmp_path / "t.csv", 'q,p\n"several\nlines",a\nb,c\n" ",d\n')
+    path = write(tmp_path / "t.csv", 'q,p,l\n"several\nlines",a,1\nb,c,x\n')
     name = f"hub:{path}?query=q&pos=p"
-    with pytest.raises(InputError, match=r"pos=p, row 3: query 'unnamed-query-3' has an empty"):
-        check(name)
+    with pytest.raises(InputError, match=r"t\.csv:4: column 'l' has 'x'"):
+        check(f"{name}&label=l")
     write(path, "q,p\n")
     with pytest.raises(InputError, match=r"t\.csv\?query=q&pos=p: has no rows"):
         check(name)
 
 
+def test_rows_without_a_query_or_an_answer_are_skipped(tmp_path):
+    """A cell may be empty or white space, and a JSON object may lack it."""
+    table = write(tmp_path / "t.csv", 'q,p\n"several\nlines",a\n" ",b\n,c\nd," "\ne,\n')
+    records = [
+        {"p": "b"}, {"q": "several\nlines", "p": "a"}, {"q": None, "p": "c"}, {"q": "d"},
+        {"q": "e", "p": " "},
+    ]  # fmt: skip
+    for path, first in ((table, r"t\.csv:4"), (write(tmp_path / "t.jsonl", lines(*records)), 1)):
+        with pytest.warns(UserWarning, match="skipped") as said:
+            (example,) = open_dataset(f"hub:{path}?query=q&pos=p", "train").examples()
+        assert (example.query.text, example.positives[0].text) == ("several\nlines", "a")
+        sentences = " ".join(str(each.message) for each in said)
+        assert re.search(rf"skipped 2 rows without a query \(the first: .*{first}\)", sentences)
+        assert "skipped 2 queries without a positive" in sentences
+
+
 def test_a_wrong_line_of_a_file_is_named_as_the_file_was(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "x.jsonl", lines({"query": "a", "pos": "b"}, {"query": " ", "pos": "b"}))
-    with pytest.raises(
-        InputError, match=r"^(\./)?x\.jsonl:2: query 'unnamed-query-2' has an empty"
-    ):
+    with pytest.raises(InputError, match=r"^(\./)?x\.jsonl:2: the query has an empty text"):
         check("./x.jsonl")
 
 
@@ -273,3 +288,13 @@ def test_a_parquet_file_is_answered_with_the_name_that_reads_it(tmp_path):
     path = write(tmp_path / "table", b"PAR1\xff\xce\x00")
     with pytest.raises(InputError, match='format Parquet; name it as "hub:FILE'):
         open_dataset(path, "train").examples()
+
+
+@pytest.mark.parametrize("text", ["another", "same"])
+def test_a_repeated_query_id_with_another_text_is_named(text, tmp_path):
+    queries = [{"_id": "q", "text": "same"}, {"_id": "q", "text": text}]
+    path = write(tmp_path / "queries.jsonl", lines(*queries))
+    with pytest.warns(UserWarning, match="skipped 1 query with the id of a later one") as said:
+        assert read_query_texts(path, repair=True) == {"q": text}
+    named = "the texts of 1 id differ, such as 'q', so judgements of the earlier ones now belong"
+    assert (named in str(said[0].message)) == (text == "another")

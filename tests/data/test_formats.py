@@ -94,7 +94,7 @@ def test_dpr_examples_are_read_from_a_list_and_from_lines(tmp_path):
         ("c", lines(*records)),
     ):
         first, second, third = read_examples(write(tmp_path / name, text))
-        assert first.query == ("unnamed-query-1", "one?")
+        assert first.query == (f"unnamed-query-{content_id('', 'one?')}", "one?")
         assert first.positives == [Passage("7", "title 7", "text 7")]
         assert first.negatives == [Passage("8", "title 8", "text 8")]
         assert first.others == [Passage(content_id("T", "further"), "T", "further")]
@@ -142,7 +142,7 @@ def test_jsonl_of_query_pos_neg_is_read(tmp_path):
         {"query_id": "Q", "query": "three", "pos": ["a"], "pos_id": ["A"], "neg": []},
     ]
     first, second, third = read_examples(write(tmp_path / "t.jsonl", lines(*records)))
-    assert first.query == ("unnamed-query-1", "one")
+    assert first.query == (f"unnamed-query-{content_id('', 'one')}", "one")
     assert [passage.text for passage in first.positives] == ["a", "b"]
     assert second.positives == [Passage(content_id("", "a"), "", "a")] == list(first.positives[:1])
     assert third.query.id == "Q"

@@ -16,6 +16,7 @@ from contaccum.data.corpus import find_rows
 from contaccum.data.dataset import open_dataset
 from contaccum.data.tables import Ragged
 from contaccum.errors import InputError
+from contaccum.formats.records import content_id
 from contaccum.runtime.cache import cached_folder
 from contaccum.runtime.files import cache_folder
 
@@ -175,7 +176,9 @@ def test_a_record_without_a_positive_is_counted_or_refused_each_time(tmp_path):
     )
     for _ in range(2):
         with pytest.warns(UserWarning, match=r"t\.jsonl: skipped 2 queries without a positive"):
-            assert open_retrieval_set(path).queries == {"unnamed-query-1": "one?"}
+            assert open_retrieval_set(path).queries == {
+                f"unnamed-query-{content_id('', 'one?')}": "one?"
+            }
     sentence = refusal(load_examples, path, strict=True)
     assert ":2" in sentence
 

@@ -105,8 +105,9 @@ def test_a_missing_cell_moves_no_other_cell(names, missing):
     ]
     assert texts == [("a", ["p", "n"]), ("c", ["r"])]
     frame.loc[2, names[0]] = missing
-    with pytest.raises(InputError, match=rf"pairs\[2\]\['{names[0]}'\]: found NoneType"):
-        pairs_file(frame)
+    with pytest.warns(UserWarning, match=r"skipped 1 pair without a query .*: pairs\[2\]\)"):
+        file = pairs_file(frame)
+    assert [example.query.text for example in open_dataset(file).examples()] == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -123,11 +124,9 @@ def test_a_missing_cell_moves_no_other_cell(names, missing):
         ({"one": "a", "two": "b", "label": "0"}, "found the fields one, two, label; expected one"),
         ({"question": "a", "context": "b", "answer": "c"}, "found the fields question, context, a"),
         ({"query": "a", "pos": ["b"], "pos_id": ["1", "2"]}, "found 2 values in 'pos_id' but 1 t"),
-        ({"query": "a", "pos": " "}, r"\['pos'\]: is empty, expected a text"),
+        ({"query": "a", "pos": ["b", " "]}, r"\['pos'\]: has an empty text, expected texts"),
         (("a", "b", 0), r"\[2\]: found int; expected a text"),
         (("query", 3 * [1]), r"\[1\]: found int; expected a text"),
-        ((None, "text"), r"\[0\]: found NoneType; expected a text"),
-        (("", "text"), r"\[0\]: is empty, expected a text"),
     ],
 )
 def test_doubtful_fields_and_values_are_refused(pair, message):
@@ -195,7 +194,11 @@ def test_no_pairs_are_refused():
     with pytest.raises(InputError, match="pairs is empty, expected at least one query"):
         pairs_file([])
     with pytest.raises(InputError, match="pairs has 2 queries, none with a positive, expected at"):
-        pairs_file([("a", None), ("b", "")])
+        pairs_file([("a", None), ("b", " ")])
+    with pytest.warns(UserWarning, match="skipped 2 pairs without a query"):
+        pairs_file([("a", "b"), (None, "text"), (" ", "text")])
+    with pytest.raises(InputError, match="pairs has no query, expected at least one"):
+        pairs_file([(None, "text")])
 
 
 def test_the_order_of_fields_is_that_of_the_first_dict():
