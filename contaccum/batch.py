@@ -38,8 +38,9 @@ class Tokens:
         )
 
     def count(self, padded: bool) -> int:
-        """Return the number of tokens, with padding if ``padded``. The texts must be on the CPU."""
-        return self.input_ids.numel() if padded else int(self.attention_mask.sum())
+        """Return the number of tokens, with padding if ``padded``."""
+        mask = self.attention_mask if self.host_mask is None else self.host_mask
+        return self.input_ids.numel() if padded else int(mask.sum())
 
     @staticmethod
     def join(parts: "list[Tokens]", pad_id: int) -> "Tokens":

@@ -342,6 +342,10 @@ def test_each_broken_rule_is_one_sentence(changes, sentence):
             "loss.distillation_weight has no effect without loss.distillation",
         ),
         ({"run.early_stopping": 2}, "run.early_stopping has no effect without data.dev"),
+        (
+            {"data.dev": "x", "run.eval_steps": 0, "run.early_stopping": 2},
+            "run.early_stopping has no effect without data.dev and run.eval_steps",
+        ),
         ({"lora.alpha": 3.0}, "lora.alpha has no effect with lora.rank 0"),
         ({"run.cpu_offload": True}, "run.cpu_offload has no effect without run.sharding fsdp"),
         (

@@ -79,7 +79,8 @@ class BankLoss:
         self.bank: Bank | None = None
         # for the next push
         self._waiting: tuple[Tensor, Tensor, RowIds, tuple[BankLogits | None, ...]] | None = None
-        self._state: State | None = None
+        self._state: State = ({}, {})  # saved, until the first batch restores the bank from it
+        self._steps = 0  # optimizer steps that ended before the first batch
 
     def begin(self, saved: State | None = None, step_pairs: int | None = None) -> None:
         """Start training with an empty bank, or with a saved one.
@@ -92,13 +93,16 @@ class BankLoss:
         if size is None:
             raise InputError("bank_size and step_pairs are both None; set one of them to a number")
         self.size, self.begun, self.bank, self._waiting = size, True, None, None
-        self._state = saved
+        self._state = saved or ({}, {})
+        self._steps = self._state[1].get("steps_before", 0)
 
     def end_step(self) -> None:
         """Tell the bank that an optimizer step has ended."""
         self._push()
         if self.bank is not None:
             self.bank.end_step()
+        else:  # the first batch of this loss comes later, as with one loss for each data set
+            self._steps += 1
 
     def _push(self) -> None:
         """Add the vectors of the last training batch to the bank."""
@@ -106,14 +110,12 @@ class BankLoss:
             self.bank.push(*self._waiting)
         self._waiting = None
 
-    def state(self) -> State | None:
-        """Return the state of the bank, for a checkpoint.
-
-        Return None before the first batch of a new run.
-        """
+    def state(self) -> State:
+        """Return the state of the bank, for a checkpoint, also before the first batch."""
         self._push()
         if self.bank is None:
-            return self._state
+            tensors, numbers = self._state
+            return tensors, {**numbers, "steps_before": self._steps}
         tensors, numbers = self.bank.state()
         return tensors, {**numbers, "similarity": self.similarity}
 
@@ -203,15 +205,18 @@ class BankLoss:
             push=len(queries),
             device=queries.device,
         )
-        if self._state is not None:
-            saved = self._state[1]["similarity"]
+        tensors, numbers = self._state
+        if tensors:
+            saved = numbers["similarity"]
             if saved != self.similarity:
                 raise InputError(
                     f"similarity is {self.similarity}, but the checkpoint has {saved}. Use {saved} "
                     "again."
                 )
-            bank.load_state(*self._state)
-            self._state = None
+            bank.load_state(tensors, numbers)
+        for _ in range(self._steps):
+            bank.end_step()
+        self._state, self._steps = ({}, {}), 0
         return bank
 
 

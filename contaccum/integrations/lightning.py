@@ -60,8 +60,8 @@ class ContAccumCallback(Callback):
             self.loss.end_step()
 
     def state_dict(self) -> dict[str, Any]:
-        state = self.loss.state()
-        return {} if state is None else {"tensors": state[0], "numbers": state[1]}
+        tensors, numbers = self.loss.state()
+        return {"tensors": tensors, "numbers": numbers}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.loss.begin((state_dict["tensors"], state_dict["numbers"]))

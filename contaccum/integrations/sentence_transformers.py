@@ -230,7 +230,7 @@ class ContAccumCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for name, loss in self.files.items():
             bank = loss.state()
-            if state.is_world_process_zero and bank is not None:
+            if state.is_world_process_zero:
                 write_bank(_folder(args, state), bank, name)
 
 

@@ -44,13 +44,10 @@ def with_recorded_choices(config: TrainConfig) -> TrainConfig:
         run = replace(run, precision=old["run.precision"])
     if model.unpad == "auto":
         model = replace(model, unpad=old["model.unpad"])
-    not_set = batch.micro_batch_size == "auto" and batch.micro_batch_tokens is None
-    if config.method == old["method"] and (not_set or config.spec.single_micro_batch):
-        batch = replace(
-            batch,
-            micro_batch_size=old["batch.micro_batch_size"],
-            micro_batch_tokens=old["batch.micro_batch_tokens"],
-        )
+    # the pairs of a micro-batch follow from N and the number of processes, but the tokens were
+    # measured
+    if config.method == old["method"] and config.micro_batches_by_memory:
+        batch = replace(batch, micro_batch_tokens=old["batch.micro_batch_tokens"])
     return replace(config, run=run, model=model, batch=batch)
 
 

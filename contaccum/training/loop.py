@@ -55,7 +55,8 @@ def train(
     pairs: training data in memory instead of ``data.train``: tuples, dicts, a
     ``datasets.Dataset`` or a DataFrame of query, positive and hard negatives (see ``pairs_file``).
     after_step: function that is called after each optimizer step. It may change the number of
-    steps with ``Training.set_total``, for example to end at a given time.
+    steps with ``Training.set_total``, for example to end at a given time; of several processes,
+    the largest number counts.
 
     Raises InputError for errors that the user can fix. In training, Ctrl-C or SIGTERM saves a
     checkpoint and raises Interrupted.
@@ -281,6 +282,7 @@ class Training:
                 seconds = time.perf_counter() - start
                 if self.after_step is not None:
                     self.after_step(self)
+                    self.set_total(engine.largest(self.total))  # clocks of processes differ
 
                 # log
                 values["seconds"] = seconds
@@ -426,8 +428,9 @@ class Training:
         """
         config, step = self.config, self.done + 1
         if ids := self.engine.not_finite():
+            others = "" if self.engine.world == 1 else ", or those of other processes"
             raise NotFiniteError(
-                f"step {step} ({named_queries(ids)}): an embedding contains NaN or infinity"
+                f"step {step} ({named_queries(ids)}{others}): an embedding contains NaN or infinity"
             )
         means = mean_losses(losses, micro_batches, step)
         # masks by score may leave a step without negatives
@@ -608,6 +611,8 @@ class Training:
         before = file.read_bytes() if self.engine.is_main and file.is_file() else None
         moved = {}
         if self.engine.is_main:
+            # ``evaluate`` writes those of the new model
+            (self.folder / run_folder.DEV_METRICS_FILE).unlink(missing_ok=True)
             for path in (self.folder / run_folder.METRICS_FILE, file.with_name(run_folder.CARD)):
                 if path.is_file():
                     moved[path] = self.folder / f"{path.stem}.old{path.suffix}"

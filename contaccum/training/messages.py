@@ -35,7 +35,7 @@ def first_lines(
     run, and of those that are finished.
     """
     pairs, queries = config.batch.global_batch_size, len(train_set.queries)
-    updates = f"{counted(total - done, 'update')} of {counted(pairs, 'pair')}"
+    updates = f"{counted(max(0, total - done), 'update')} of {counted(pairs, 'pair')}"
     lines = [f"training: {updates} with {config.method}"]
     doubts = []
     if pairs > queries:

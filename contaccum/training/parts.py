@@ -247,7 +247,7 @@ def _rules_without_data(config: TrainConfig) -> PairRules:
         # a bank of a resumed run may still have missing passages, although the config now fills
         # them
         missing=bool(config.data.hard_negatives)
-        and (config.data.fill_negatives == "none" or config.allow_changes),
+        and (config.data.fill_negatives == "none" or config.resume),
         margin=margin,
         relative=strategy == "relative",
         key="" if margin is None else f"margin {margin} {strategy}",

@@ -346,7 +346,7 @@ def refuse_changed_end(config: TrainConfig, finished: dict[str, Any], now: dict[
     run = Path(config.output_dir)
     old, new = flat(read_config(run)), flat(asdict(config))
     names = {name for name in old.keys() | new.keys() if affects(name, config.method)}
-    changes = _changes(old, new, {*names, "seed"}.difference(_LENGTH_OF_A_RUN))
+    changes = _changes(old, new, {*names, "seed", "method"}.difference(_LENGTH_OF_A_RUN))
     changes += _changes(finished, now, ["data"])
     if changes:
         raise InputError(

@@ -84,3 +84,34 @@ def test_ids_of_another_shape_or_kind_are_refused(ids, message):
     loss = BankLoss(bank_size=0, similarity="cosine")
     with pytest.raises(InputError, match=re.escape(message)):
         loss(torch.rand(4, 8), torch.rand(4, 2, 8), ids, training=False)
+
+
+def test_steps_before_the_first_batch_of_a_loss_count():
+    """As those with batches of another data set, also after a checkpoint."""
+
+    def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(4, 8, generator=generator), torch.randn(4, 1, 8, generator=generator)
+
+    def made() -> BankLoss:
+        return BankLoss(16, "cosine", age_decay=0.5)
+
+    whole = made()
+    whole.begin()
+    whole.end_step()
+    saved = whole.state()  # without a batch so far
+    found = {}
+    for number, loss in enumerate((whole, made())):
+        if number:
+            loss.begin(saved)
+        loss.end_step()
+        loss(*batch(0), training=True)
+        loss.end_step()
+        middle = loss.state()
+        other = made()
+        other.begin(({name: tensor.clone() for name, tensor in middle[0].items()}, middle[1]))
+        for each in (loss, other):
+            each.end_step()
+            found[number, each is other] = each(*batch(1), training=True).item(), each.bank.step
+    assert len(set(found.values())) == 1
+    assert found[0, False][1] == 4

@@ -474,6 +474,15 @@ def test_each_data_set_may_have_a_loss_whose_bank_is_restored(plain, tmp_path):
     shutil.rmtree(tmp_path / "checkpoint-6")
     resumed = two(6, resume=True)
     assert [bank.fingerprint() for bank in resumed] == [bank.fingerprint() for bank in whole]
+    # a loss without a batch before the first checkpoint
+    state = SimpleNamespace(global_step=4, is_world_process_zero=True, log_history=[])
+    losses = [ContAccumLoss(SentenceTransformer(str(model), device="cpu")) for _ in range(2)]
+    callback = ContAccumCallback(*losses)
+    args = make_trainer(str(model), rows, str(tmp_path))[0].args
+    callback.on_train_begin(args, SimpleNamespace(global_step=0), None)
+    callback.on_save(args, state, None)
+    (tmp_path / "checkpoint-4" / "trainer_state.json").write_text('{"log_history": []}')
+    ContAccumCallback(*losses).on_train_begin(args, state, None)
 
 
 def test_callbacks_that_would_mix_up_banks_are_refused(plain, tmp_path):

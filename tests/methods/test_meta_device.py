@@ -129,6 +129,15 @@ def test_methods_read_no_value_from_the_device(method, case):
     } == {"cpu"}
 
 
+def test_the_tokens_of_a_pass_are_counted_without_the_device():
+    (batch,) = micro_batches(1, B, 1)
+    tokens = batch.tokens
+    on_device = MicroBatch(
+        batch.queries.to(META), batch.passages.to(META), batch.ids, batch.query_ids
+    )
+    assert (on_device.queries.input_ids.device, on_device.tokens) == (META, tokens)
+
+
 READS: dict[str, Callable[[Tensor], object]] = {
     "cpu": Tensor.cpu,
     "item": lambda queries: queries[0, 0].item(),

@@ -230,6 +230,11 @@ def test_best_dev_model_is_saved(data, tmp_path):
     again = evaluate(DualEncoder.load(model), dev)
     assert again["mean"] == pytest.approx(kept["mean"])
     assert max(scores.values()) != scores[24]
+    # the score of the best model is not that of one that another end replaced
+    more = {"resume": True, "allow_changes": True, "optim.max_steps": 25}
+    shutil.copytree(run, tmp_path / "longer")
+    train(train_config(data, tmp_path / "longer", **more))
+    assert not (tmp_path / "longer" / "dev_metrics.json").exists()
 
 
 def test_log_and_dev_evaluation_follow_their_settings(data, tmp_path, monkeypatch):

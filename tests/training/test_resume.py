@@ -234,11 +234,12 @@ def test_an_ended_run_never_ignores_a_change(data, tmp_path, capsys):
     train(train_config(data, run, **changes))
     train(train_config(data, run, resume=True, **changes))
     assert "this run has ended; nothing is trained" in capsys.readouterr().err
-    changes["optim.learning_rate"] = 1e-5
-    with pytest.raises(
-        InputError, match=r"with changes \(optim.learning_rate was \S+ and is 1e-05"
+    for change, said in (
+        ({"optim.learning_rate": 1e-5}, r"optim.learning_rate was \S+ and is 1e-05"),
+        ({"method": "grad_cache"}, "method was cont_accum and is grad_cache"),
     ):
-        train(train_config(data, run, resume=True, allow_changes=True, **changes))
+        with pytest.raises(InputError, match=rf"with changes \({said}"):
+            train(train_config(data, run, resume=True, allow_changes=True, **changes, **change))
 
 
 def test_a_run_that_stopped_early_has_the_number_of_its_steps(data, tmp_path):
@@ -397,20 +398,28 @@ def test_settings_that_fix_the_checkpoint_never_change(changes, two_steps):
 @pytest.mark.filterwarnings("ignore:.*fewer than 3 hard negatives")
 def test_missing_passages_in_the_bank_stay_masked_if_new_ones_are_filled(data, tmp_path):
     """Each query has one hard negative, so a stored pair of the first two steps lacks two of four
-    passages."""
+    passages. Also after a second resume, without ``allow_changes``."""
     run = tmp_path / "run"
     settings = {"data.hard_negatives": 3, "bank.size": 16, "loss.mask_false_negatives": False}
     train(
         train_config(data, run, **settings, **{"data.fill_negatives": "none", "optim.max_steps": 2})
     )
-    train(
-        train_config(
-            data, run, resume=True, allow_changes=True, **settings, **{"optim.max_steps": 3}
+    settings["optim.max_steps"] = 4
+    with pytest.raises(Interrupted):
+        train(
+            train_config(data, run, resume=True, allow_changes=True, **settings),
+            after_step=lambda training: setattr(training.signals, "received", 15),
         )
-    )
     # four micro-batches of four pairs; each replaces four pairs of two passages by four pairs of
     # four
     assert read_log(run)[-1]["negatives"] == 15 + sum(32 + 8 * filled for filled in range(4)) / 4
+    copied = tmp_path / "copied"
+    shutil.copytree(run, copied)
+    losses = []
+    for folder, changes in ((run, {}), (copied, {"allow_changes": True})):
+        train(train_config(data, folder, resume=True, **settings, **changes))
+        losses.append([line["loss"] for line in read_log(folder)])
+    assert losses[0] == losses[1]
 
 
 def test_changed_data_empties_the_bank(tmp_path):
