@@ -122,7 +122,7 @@ def _evaluate(
         data = str(task.data)
         sets = benchmark_sets(data, task.split)
         for each in sets:
-            warn_of_training_data(encoder.model, each.data, each.split)
+            warn_of_training_data(encoder.model, each.data, each.split, policy)
         if len(sets) > 1:
             result = evaluate_benchmark(encoder, data, task.split, **shared)
             return render_benchmark(result, task.metric)

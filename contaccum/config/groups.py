@@ -37,8 +37,8 @@ class DataPolicy:
     left out with a warning."""
     repair: bool = setting(False, flag=True)
     """Accept empty passages and duplicate ids of a BEIR folder or a corpus. Of several records with
-    the same id, the last is used. Training leaves out judgements of passages that the corpus lacks. Warnings count these
-    records."""
+    the same id, the last is used. Training leaves out judgements of passages that the corpus lacks.
+    Warnings count these records."""
 
 
 @dataclass

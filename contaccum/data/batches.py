@@ -204,6 +204,12 @@ class Batches:
                     "model.max_passage_length."
                 )
 
+    def share_of_length(self, length: int) -> float:
+        """Return the share of the passages with at least ``length`` tokens, of at most 100,000."""
+        count = len(self._passage_tokens)
+        rows = np.linspace(0, count - 1, min(count, 100_000)).astype(np.int64)
+        return float(np.mean(self._passage_tokens.lengths(rows) >= length))
+
     def step(self, step: int, size: int | None = None) -> list[MicroBatch]:
         """Return the micro-batches of step ``step``. size: used instead of ``self.size``."""
         rows = self._sampler(step)

@@ -26,7 +26,6 @@ from contaccum.config.commands import EncoderConfig, SearchConfig
 from contaccum.config.load import flat
 from contaccum.data.dataset import load_training, open_dataset
 from contaccum.data.identity import text_hash
-from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.encoder import DualEncoder, model_folder
 from contaccum.encoder.folders import MODEL_FILES
 from contaccum.errors import InputError, Interrupted
@@ -49,6 +48,7 @@ from contaccum.training.run_folder import (
     METRICS_FILE,
     config_differences,
     files_hash,
+    warn_of_shared_queries,
 )
 
 POLL_SECONDS = 0.1
@@ -165,23 +165,6 @@ def contents_of(kind: JobKind, config: TrainConfig, test: dict[str, str] | None)
                     f"none of {', '.join(MODEL_FILES)}"
                 )
     return contents
-
-
-def warn_of_shared_queries(
-    kind: str, source: str, judged: RetrievalSet, same: list[str], other: str
-) -> None:
-    """Warn if queries also have a part in choosing the model.
-
-    kind: ``test`` or ``dev``. same: ids of the queries of ``judged`` whose texts are also in the
-    ``other`` data (``training`` or ``dev``, on which a run keeps its best model).
-    """
-    if same:
-        warnings.warn(
-            f"{source}: {len(same)} of {counted(len(judged.queries), f'{kind} query')} also occur "
-            f"in the {other} data (first: {same[0]!r}), so the scores on the {kind} data are too "
-            f"high; {kind} queries must have other texts than {other} queries",
-            stacklevel=2,
-        )
 
 
 def device_slots(device: str, parallel: int | None) -> list[dict[str, str]]:

@@ -126,10 +126,10 @@ def require_origin(path: Path, found: Mapping[str, Any], expected: Mapping[str, 
     """
     for name, value in expected.items():
         if value is not None and found.get(name) != value:
-            raise InputError(
-                f"{path}: was made with other data or settings ({name} {found.get(name)!r}, "
-                f"but now {value!r}). Choose another folder, or delete this one."
-            )
+            made = f"with other data or settings ({name} {found.get(name)!r}, but now {value!r})"
+            if name in ("source", "encoder"):  # hashes
+                made = "from other texts" if name == "source" else "with another encoder"
+            raise InputError(f"{path}: was made {made}. Choose another folder, or delete this one.")
 
 
 def finished_shards(folder: Path, job: EncodingJob) -> dict[int, ShardRecord]:

@@ -184,7 +184,7 @@ class RunLog:
         if self.active:
             self.evaluations += 1
             self.evaluation_seconds += seconds
-            self.score = f"  dev {metric} {scores[metric]:.4f}"
+            self.score = f"  last dev {metric} {scores[metric]:.4f}"
             self._write({"step": step, "dev": scores})
             self._track({f"dev/{name}": value for name, value in scores.items()}, step)
 

@@ -206,8 +206,10 @@ class Training:
             if self.done < self.total or not checkpoint:
                 write_environment(self.folder, engine)
         self.log = RunLog(engine.is_main, config, self.total, self.done, self.evaluates_again())
+        settings = self.encoder.settings
+        truncated = self.batches.share_of_length(settings.max_passage_length)
         for line in messages.first_lines(
-            config, train_set, self.dev.dev_set, self.encoder.settings, self.total, self.done
+            config, train_set, self.dev.dev_set, settings, truncated, self.total, self.done
         ):
             self.log.say(line)
 

@@ -18,6 +18,8 @@ from contaccum.training.run_folder import DEV_METRICS_FILE
 
 NOTE = "note: "
 HIGH_RATE = 1e-2  # learning rate above which a run prints a note
+FEW_UPDATES = 10  # below, a run prints a note
+MANY_TRUNCATED = 0.05  # share of the passages from which a run prints a note
 LAST_STEPS = 5  # steps at the end of a run whose loss is compared with that of guessing
 
 
@@ -26,13 +28,15 @@ def first_lines(
     train_set: TrainSet,
     dev_set: RetrievalSet | None,
     settings: EncoderSettings,
+    truncated: float,
     total: int,
     done: int,
 ) -> list[str]:
     """Return lines for the start of a run: number of updates, doubtful settings, the encoder.
 
-    Lines about doubtful settings start with NOTE. total, done: number of optimizer steps of the
-    run, and of those that are finished.
+    Lines about doubtful settings start with NOTE. truncated: share of the passages with the maximum
+    number of tokens. total, done: number of optimizer steps of the run, and of those that are
+    finished.
     """
     pairs, queries = config.batch.global_batch_size, len(train_set.queries)
     updates = f"{counted(max(0, total - done), 'update')} of {counted(pairs, 'pair')}"
@@ -43,6 +47,17 @@ def first_lines(
             f"batch.global_batch_size is {pairs}, but the training set has only "
             f"{counted(queries, 'query')}, so an update has some of them several times; a smaller "
             "one makes more updates"
+        )
+    elif total < FEW_UPDATES and config.optim.max_steps is None:
+        doubts.append(
+            f"the run has only {counted(total, 'update')}; a smaller batch.global_batch_size or "
+            "more optim.epochs make more"
+        )
+    if truncated >= MANY_TRUNCATED:
+        doubts.append(
+            f"{truncated:.0%} of the passages have {settings.max_passage_length} tokens or more, "
+            "and the text after them is not read; divide long documents into passages, or raise "
+            "model.max_passage_length"
         )
     if train_set.unused:
         doubts.append(

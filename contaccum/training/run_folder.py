@@ -26,9 +26,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contaccum.config import ENCODER_SETTINGS, TrainConfig, affects, from_mapping, settings_with
+from contaccum.config import (
+    ENCODER_SETTINGS,
+    DataPolicy,
+    TrainConfig,
+    affects,
+    from_mapping,
+    settings_with,
+)
 from contaccum.config.load import CONFIG_VERSION, check_version, flat, read_yaml
-from contaccum.data.dataset import is_trained_on
+from contaccum.data.dataset import is_trained_on, load_training, open_dataset
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.data.train_set import TrainSet
 from contaccum.encoder import SETTINGS_FILE, model_folder
@@ -211,19 +218,49 @@ def read_config(run: Path) -> dict[str, Any]:
     return values
 
 
-def warn_of_training_data(model: str, data: str, split: str) -> None:
-    """Warn if a run trained ``model`` on the split ``split`` of ``data``."""
+def warn_of_training_data(model: str, data: str, split: str, policy: DataPolicy) -> None:
+    """Warn if ``model`` was trained on the split ``split`` of ``data``, or on some of its queries.
+
+    Training data that is not a local path is compared by its name only.
+    """
     run = Path(model_folder(model)).absolute().parent
     if not (run / CONFIG_FILE).is_file():
         return
-    with suppress(InputError):  # the file of another program, or of an older version
-        if is_trained_on(from_mapping(TrainConfig, read_config(run)).data, data, split):
+    with suppress(InputError):  # the file of another program, or of an older version; changed data
+        config = from_mapping(TrainConfig, read_config(run))
+        if is_trained_on(config.data, data, split):
             warnings.warn(
                 f"{data}: {model} was trained on these queries ({run / CONFIG_FILE}), so the "
                 "scores say nothing about other queries. Evaluate on a split that training does "
                 "not read; contaccum data convert --splits makes splits.",
                 stacklevel=2,
             )
+            return
+        sources = [each.train for each in config.data.mixture] or [config.data.train]
+        if all(source and os.path.exists(source) for source in sources):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # training gave them, or the evaluation will
+                train_set = load_training(config.data)
+                judged = open_dataset(data, split, policy).retrieval_set
+            same = train_set.shared_queries(judged.queries)
+            warn_of_shared_queries("test", f"{data} {split}", judged, same, "training")
+
+
+def warn_of_shared_queries(
+    kind: str, source: str, judged: RetrievalSet, same: list[str], other: str
+) -> None:
+    """Warn if queries also have a part in choosing the model.
+
+    kind: ``test`` or ``dev``. same: ids of the queries of ``judged`` whose texts are also in the
+    ``other`` data (``training`` or ``dev``, on which a run keeps its best model).
+    """
+    if same:
+        warnings.warn(
+            f"{source}: {len(same)} of {counted(len(judged.queries), f'{kind} query')} also occur "
+            f"in the {other} data (first: {same[0]!r}), so the scores on the {kind} data are too "
+            f"high; {kind} queries must have other texts than {other} queries",
+            stacklevel=2,
+        )
 
 
 @dataclass(frozen=True)

@@ -391,7 +391,7 @@ def test_a_kept_index_spares_the_corpus_and_knows_its_texts(tmp_path):
     assert encoder.seen == 5
     assert Retriever.open(encoder, CORPUS, chosen).search({"x": "rings"}, 2) == first
     assert encoder.seen == 6
-    with pytest.raises(InputError, match=r"was made with other data or settings \(source "):
+    with pytest.raises(InputError, match=r"was made from other texts\. Choose"):
         Retriever.open(encoder, CORPUS.select(range(3)), chosen).search({"x": "rings"}, 2)
-    with pytest.raises(InputError, match=r"was made with other data or settings \(encoder "):
+    with pytest.raises(InputError, match=r"was made with another encoder\. Choose"):
         Retriever.open(WordEncoder(name="other"), CORPUS, chosen).search({"x": "rings"}, 2)

@@ -42,7 +42,7 @@ def test_without_a_terminal_each_20th_of_a_run_has_a_line(data, tmp_path, capsys
     # the evaluation before training shows how long the others take
     assert all("left" in text and "evaluation" not in text for text in left[:5])
     assert "left" not in left[5]
-    assert re.search(r"dev ndcg@10 \d\.\d{4}  ", progress[-1])
+    assert re.search(r"last dev ndcg@10 \d\.\d{4}  ", progress[-1])
 
 
 def test_a_batch_larger_than_the_data_is_said(data, tmp_path, capsys):
@@ -86,7 +86,23 @@ def test_the_training_data_are_refused_as_dev_data(data, tmp_path):
         train(same)
 
 
-@pytest.mark.filterwarnings("default:.*was trained on these queries")
+def test_few_updates_and_truncated_passages_are_noted(data, tmp_path, capsys):
+    said = []
+    for number, changes in enumerate(
+        (
+            {"optim.max_steps": None, "model.max_passage_length": 3},
+            {"optim.max_steps": 1, "model.max_passage_length": 64},
+        )
+    ):
+        train(train_config(data, tmp_path / str(number), **changes))
+        said.append(capsys.readouterr().err)
+    assert re.search(r"note: the run has only \d updates; a smaller batch", said[0])
+    assert "note: 100% of the passages have 3 tokens or more, and the text after" in said[0]
+    assert "note: the run has only" not in said[1]
+    assert "of the passages have" not in said[1]
+
+
+@pytest.mark.filterwarnings("default:.*(was trained on these queries|in the training data)")
 def test_an_evaluation_on_the_training_data_is_named(data, tmp_path, monkeypatch, capsys):
     """Its scores say nothing about other queries."""
     monkeypatch.chdir(tmp_path)
@@ -102,6 +118,9 @@ def test_an_evaluation_on_the_training_data_is_named(data, tmp_path, monkeypatch
         assert main(["evaluate", "--model", model, *options]) == 0
         said = capsys.readouterr().err
         assert (f"{model} was trained on these queries" in said) == warned
+        # the copy has another name, but the same queries
+        found = re.search(r"copy train: (\d+) of \1 test queries also occur in the training", said)
+        assert bool(found) == (output == "3")
 
 
 def test_shares_of_the_run_decide_when_to_save_and_evaluate(data, tmp_path, capsys):
