@@ -95,7 +95,7 @@ LINES: dict[tuple[str, str, int], list[tuple[str, str]]] = {
     ("data check d/corpus.jsonl", "d/corpus.jsonl", 2): [
         ('{"_id": "p1", "text": "x"', f"not usable JSON (Input data was truncated); {PASSAGE}"),
         ('["p1", "x"]', f"Expected `object`, got `array`; {PASSAGE}"),
-        ('{"_id": "p1"}', f"Object missing required field `text`; {PASSAGE}"),
+        ('{"_id": "p1"}', f"Object missing required field `text`; {PASSAGE}; found _id"),
         ('{"_id": "p1", "text": 1.5}', f"Expected `str`, got `float` - at `$.text`; {PASSAGE}"),
         ('{"_id": "", "text": "x"}', "Expected `str` of length >= 1 - at `$._id`"),
         ('{"_id": 1.0, "text": "x"}', "Expected `int | str`, got `float` - at `$._id`"),
@@ -276,6 +276,10 @@ FILES: list[tuple[str, object, str, str]] = [
         ("1\t20\t30\n2\t21\t31\n", "found only ids"),
         ("what is x\tit is y\tit is z\n", "the first column has texts"),
     ]),
+    ("x.tsv", "query-id\tcorpus-id\tscore\n1\t2\t1\n", "data check x.tsv",
+     "x.tsv: is a file of judgements; give the BEIR folder"),
+    ("notes/a.md", "text", "data check notes",
+     "notes: corpus.jsonl not found. To search or mine text files, write their passages to a"),
     # pickles
     *((f"set/{name}", PICKLE, f"data check {source}", f"{source}:") for name, source in [
         ("examples.pkl", "set/examples.pkl"), ("data.pt", "set/data.pt"), ("data.pt", "hub:set"),

@@ -44,7 +44,11 @@ def json_records(
         try:
             record = decoder.decode(text)
         except msgspec.ValidationError as error:
-            on_error(location.error(f"{error}; the record must be {expected}"))
+            found = ""
+            if "missing required field" in str(error):
+                fields = msgspec.json.decode(text)
+                found = f"; found {', '.join(fields) or 'no field'}"[:200]
+            on_error(location.error(f"{error}; the record must be {expected}{found}"))
         except (msgspec.DecodeError, RecursionError) as error:
             on_error(location.error(f"not usable JSON ({error}); the record must be {expected}"))
         else:

@@ -58,6 +58,12 @@ def beir_file(folder: Path, name: str) -> Path:
             return path
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
+    endings = {path.suffix for path in folder.iterdir() if path.is_file()}
+    if endings and endings <= {".md", ".txt"}:
+        raise InputError(
+            f"{folder}: {name} not found. To search or mine text files, write their passages to a "
+            'corpus.jsonl ("A folder of text files" in docs/how-to/own-data.md)'
+        )
     raise InputError(
         f"{folder}: {name} not found; a BEIR folder has corpus.jsonl, queries.jsonl and "
         f'qrels/<split>.tsv. To read CSV or Parquet files, give "hub:{folder}?query=COLUMN&'
@@ -231,6 +237,10 @@ def refuse_id_table(path: Path) -> None:
     """
     lines = islice(numbered_lines(path, on_error=ignore), 100)
     rows = [line.split("\t") for _, line in lines]
+    if rows and rows[0][:2] == ["query-id", "corpus-id"]:
+        raise InputError(
+            f"{path}: is a file of judgements; give the BEIR folder with its passages and queries"
+        )
     cells = [cell for row in rows for cell in row[1:]]
     if cells and all(re.fullmatch(r"\S*\d\S*", cell) for cell in cells):
         raise InputError(
