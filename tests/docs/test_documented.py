@@ -289,6 +289,7 @@ def test_what_other_commands_name_exists(command):
         )
 
 
+@pytest.mark.filterwarnings("default:.* also occur in the training data")
 def test_the_quick_commands_of_the_readme_run(place):
     chosen = [c for c in COMMANDS if page_name(c.page) == "README.md" and runs(c) and is_quick(c)]
     assert {"train", "mine", "encode", "search", "evaluate"} <= {
