@@ -279,7 +279,7 @@ FILES: list[tuple[str, object, str, str]] = [
     ("x.tsv", "query-id\tcorpus-id\tscore\n1\t2\t1\n", "data check x.tsv",
      "x.tsv: is a file of judgements; give the BEIR folder"),
     ("notes/a.md", "text", "data check notes",
-     "notes: corpus.jsonl not found. To search or mine text files, write their passages to a"),
+     "notes: corpus.jsonl not found. To use text files, write their passages to a"),
     # pickles
     *((f"set/{name}", PICKLE, f"data check {source}", f"{source}:") for name, source in [
         ("examples.pkl", "set/examples.pkl"), ("data.pt", "set/data.pt"), ("data.pt", "hub:set"),

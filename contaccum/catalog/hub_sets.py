@@ -318,20 +318,22 @@ def _located_rows(name: HubName, files: list[str]) -> Rows:
     """
     is_local = os.path.exists(name.repository)
     lacking = dict.fromkeys(chain.from_iterable(name.columns.values()))
-    first: tuple[SourceLocation, Row] | None = None
+    available: dict[str, None] = {}
+    first: SourceLocation | None = None
     for number, (place, row) in enumerate(name.rows(files), 1):
         # the rows of a Parquet file have no lines, and a file of the Hub is in a cache
         has_line = is_local and place.line > 0
         location = place if has_line else SourceLocation(Path(name.text), 0, number)
-        first = first or (location, row)
-        lacking = {column: None for column in lacking if column not in row}
-        if lacking and number == FIRST_RECORDS:
-            break
+        if lacking:
+            first = first or location
+            available |= dict.fromkeys(row)
+            lacking = {column: None for column in lacking if column not in row}
+            if number == FIRST_RECORDS:
+                break
         yield location, row
     if lacking and first:
-        location, row = first
-        available = ", ".join(map(repr, row))
-        raise location.error(f"column {next(iter(lacking))!r} not found; available: {available}")
+        names = ", ".join(map(repr, available))
+        raise first.error(f"column {next(iter(lacking))!r} not found; available: {names}")
 
 
 def _mapped(name: HubName, row: Row, location: SourceLocation) -> Row | None:
@@ -474,11 +476,11 @@ def write_retrieval_set(
     for files in dict.fromkeys(tuple(files_of("queries", split)) for split in sources):
         # of several queries with the same id, the last is used, as in a BEIR folder
         found = {row["_id"]: row for row in starmap(_query, name.rows(files))}
-        for key in found.keys() & queries.keys():
-            if found[key]["text"] != queries[key]["text"]:
+        for key, row in found.items():
+            if queries.setdefault(key, row)["text"] != row["text"]:
                 raise InputError(
-                    f"{name.text}: the query id {key!r} has different texts in two splits; name "
-                    f"one split, as in hub:{name.repository}::{next(iter(sources))}"
+                    f"{name.text}: the query id {key!r} has different texts in two splits, so only "
+                    f"one split can be read, such as hub:{name.repository}::test"
                 )
         queries |= found
     judged = {

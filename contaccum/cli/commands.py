@@ -121,8 +121,11 @@ def _evaluate(
         shared |= {"relevance_level": task.relevance_level, "evaluator": task.evaluator}
         data = str(task.data)
         sets = benchmark_sets(data, task.split)
-        for each in sets:
-            warn_of_training_data(encoder.model, each.data, each.split, policy)
+        with group.main_first():
+            for each in sets:
+                # the texts of a benchmark are not read twice
+                texts = policy if len(sets) == 1 else None
+                warn_of_training_data(encoder.model, each.data, each.split, texts)
         if len(sets) > 1:
             result = evaluate_benchmark(encoder, data, task.split, **shared)
             return render_benchmark(result, task.metric)

@@ -101,7 +101,7 @@ def record_of(pair: Any, where: str) -> JsonlRecord:
             if isinstance(value, list | tuple):
                 texts = [_text(text, place) for text in value]
                 if "" in texts:
-                    raise InputError(f"{place}: has an empty text, expected texts")
+                    raise InputError(f"{place}: has an empty or missing text, expected texts")
             else:
                 texts = [text] if (text := _text(value, place)) else []
             value = record[field] + texts

@@ -8,6 +8,7 @@ from contaccum.encoder.folders import (
     EncoderSettings,
     make_settings,
     model_folder,
+    run_of,
 )
 from contaccum.encoder.merging import merge
 from contaccum.encoder.precision import load_encoder
@@ -26,6 +27,7 @@ __all__ = [
     "merge",
     "model_folder",
     "pool",
+    "run_of",
     "tiny_tower",
     "wordpiece_tokenizer",
 ]

@@ -109,7 +109,7 @@ def load_backbone(
     refuse_incomplete(name, info["missing_keys"], info["mismatched_keys"], info["unexpected_keys"])
     if quantize == "none":
         # transformers fills a missing pooler with random numbers, so each load would have another
-        # fingerprint
+        # fingerprint; decoders, the usual encoders in 4 bits, have no pooler
         for key in info["missing_keys"]:
             backbone.get_parameter(key).data.zero_()
 

@@ -305,6 +305,16 @@ def model_folder(name: str | Path) -> str:
     return text
 
 
+def run_of(model: str | Path) -> Path:
+    """Return the folder of the run to which a model belongs, if it belongs to a run.
+
+    A run has its models in model/ and in checkpoints/step-N/model/.
+    """
+    folder = Path(model_folder(model)).absolute()
+    in_checkpoint = folder.parent.parent.name == "checkpoints"
+    return folder.parents[2] if in_checkpoint else folder.parent
+
+
 def read_encoder(name: str, given: Container[str] = ()) -> EncoderFiles:
     """Read the settings of an encoder and find the files of both towers.
 

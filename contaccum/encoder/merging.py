@@ -8,7 +8,7 @@ import torch
 
 from contaccum.config.load import read_config_file
 from contaccum.encoder.dual import DualEncoder
-from contaccum.encoder.folders import model_folder
+from contaccum.encoder.folders import run_of
 from contaccum.errors import InputError
 
 USUAL_SHARE = 0.75  # of the trained model in the average with its start
@@ -75,12 +75,9 @@ def _start_of_passages(model: str) -> Any:
 
     Return None if that is the one of its query tower.
     """
-    folder = Path(model_folder(model)).absolute()
-    # of run/model and of run/checkpoints/step-N/model
-    for run in (folder.parent, folder.parents[2] if len(folder.parents) > 2 else folder.parent):
-        file = run / "config.yaml"
-        if file.is_file():
-            with suppress(InputError):  # the file of another program
-                if setting := read_config_file(str(file)).get("model.passage_name"):
-                    return setting.value
+    file = run_of(model) / "config.yaml"
+    if file.is_file():
+        with suppress(InputError):  # the file of another program
+            if setting := read_config_file(str(file)).get("model.passage_name"):
+                return setting.value
     return None

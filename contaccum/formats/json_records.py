@@ -45,9 +45,8 @@ def json_records(
             record = decoder.decode(text)
         except msgspec.ValidationError as error:
             found = ""
-            if "missing required field" in str(error):
-                fields = msgspec.json.decode(text)
-                found = f"; found {', '.join(fields) or 'no field'}"[:200]
+            if re.search(r"missing required field `\w+`$", str(error)):  # not of an inner object
+                found = f"; found {', '.join(msgspec.json.decode(text)) or 'no field'}"
             on_error(location.error(f"{error}; the record must be {expected}{found}"))
         except (msgspec.DecodeError, RecursionError) as error:
             on_error(location.error(f"not usable JSON ({error}); the record must be {expected}"))

@@ -58,10 +58,10 @@ def beir_file(folder: Path, name: str) -> Path:
             return path
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
-    endings = {path.suffix for path in folder.iterdir() if path.is_file()}
-    if endings and endings <= {".md", ".txt"}:
+    files = [path for path in folder.iterdir() if not path.name.startswith((".", "README"))]
+    if files and all(path.suffix in (".md", ".txt") for path in files):
         raise InputError(
-            f"{folder}: {name} not found. To search or mine text files, write their passages to a "
+            f"{folder}: {name} not found. To use text files, write their passages to a "
             'corpus.jsonl ("A folder of text files" in docs/how-to/own-data.md)'
         )
     raise InputError(

@@ -68,9 +68,10 @@ def make_example(
         except msgspec.ValidationError as error:
             raise ValueError(f"field score of the passages: {error}") from error
         teacher = TeacherScores(scores[: len(positives)], scores[len(positives) :])
-    hashed = content_id("", query)
+    if key in (UNSET, None, ""):
+        key = f"unnamed-query-{content_id('', query)}"
     return Example(
-        Query(str(key) if key not in (UNSET, None, "") else f"unnamed-query-{hashed}", query),
+        Query(str(key), query),
         [record.passage() for record in positives],
         [record.passage() for record in negatives],
         [record.passage() for record in others or []],

@@ -17,6 +17,7 @@ from contaccum.encoder.tower import can_unpad
 from contaccum.runtime import sharding
 from contaccum.runtime.engine import Engine
 from contaccum.runtime.half_weights import copied_weights
+from contaccum.runtime.launch import process_place
 from contaccum.runtime.processes import encoding_device, torch_dtype
 from contaccum.runtime.units import counted
 from contaccum.training.out_of_memory import out_of_memory
@@ -44,10 +45,14 @@ def with_recorded_choices(config: TrainConfig) -> TrainConfig:
         run = replace(run, precision=old["run.precision"])
     if model.unpad == "auto":
         model = replace(model, unpad=old["model.unpad"])
-    # the pairs of a micro-batch follow from N and the number of processes, but the tokens were
-    # measured
-    if config.method == old["method"] and config.micro_batches_by_memory:
-        batch = replace(batch, micro_batch_tokens=old["batch.micro_batch_tokens"])
+    not_set = batch.micro_batch_size == "auto" and batch.micro_batch_tokens is None
+    size = old["batch.micro_batch_size"]
+    # not with another number of processes, for example
+    fits = size == "auto" or batch.global_batch_size % (size * process_place()[1]) == 0
+    if config.method == old["method"] and fits and (not_set or config.spec.single_micro_batch):
+        batch = replace(
+            batch, micro_batch_size=size, micro_batch_tokens=old["batch.micro_batch_tokens"]
+        )
     return replace(config, run=run, model=model, batch=batch)
 
 

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from contaccum.batch import MISSING
 from contaccum.encoder import DualEncoder
 from contaccum.errors import InputError
 from contaccum.methods.bank import Bank
@@ -114,6 +116,17 @@ def restore_optimizer(
 def restore_bank(checkpoint: Checkpoint, bank: Bank) -> None:
     """Load the saved state into ``bank``."""
     bank.load_state(load_file(checkpoint.folder / "bank.safetensors"), checkpoint.state["bank"])
+
+
+def lacks_negatives(checkpoint: Checkpoint) -> bool:
+    """Return whether pairs in the saved bank lack hard negatives.
+
+    The config may fill them now.
+    """
+    with safe_open(checkpoint.folder / "bank.safetensors", "pt") as file:
+        return "column_ids" in file.keys() and bool(  # noqa: SIM118
+            (file.get_tensor("column_ids") == MISSING).any()
+        )
 
 
 def _optimizer_tensors(

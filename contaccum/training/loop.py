@@ -31,7 +31,12 @@ from contaccum.runtime.launch import StopSignals, is_main, process_place, refuse
 from contaccum.runtime.prefetch import prefetch
 from contaccum.runtime.processes import training_defaults
 from contaccum.training import automatic, messages, parts, run_folder
-from contaccum.training.checkpoint import restore_bank, restore_optimizer, save_checkpoint
+from contaccum.training.checkpoint import (
+    lacks_negatives,
+    restore_bank,
+    restore_optimizer,
+    save_checkpoint,
+)
 from contaccum.training.dev_evaluator import DevEvaluator
 from contaccum.training.drift import Drift
 from contaccum.training.log import RunLog, mean_losses, named_queries, write_environment
@@ -56,7 +61,7 @@ def train(
     ``datasets.Dataset`` or a DataFrame of query, positive and hard negatives (see ``pairs_file``).
     after_step: function that is called after each optimizer step. It may change the number of
     steps with ``Training.set_total``, for example to end at a given time; of several processes,
-    the largest number counts.
+    all of which need the function, the largest number counts.
 
     Raises InputError for errors that the user can fix. In training, Ctrl-C or SIGTERM saves a
     checkpoint and raises Interrupted.
@@ -170,9 +175,9 @@ class Training:
         # batches, loss and bank
         self.batches = parts.build_batches(config, engine, self.encoder, train_set)
         self.micro_batch_size = build_size(config, engine, self.batches)
-        self.loss = parts.build_loss(
-            config, self.encoder, parts.build_rules(config, engine, train_set)
-        )
+        missing = checkpoint is not None and lacks_negatives(checkpoint)
+        rules = parts.build_rules(config, engine, train_set, missing)
+        self.loss = parts.build_loss(config, self.encoder, rules)
         self.bank = parts.build_bank(config, engine, self.encoder, self.loss)
         self.drift = Drift(
             engine, self.bank, self.batches, self.micro_batch_size, config.spec.two_pass
@@ -613,9 +618,8 @@ class Training:
         before = file.read_bytes() if self.engine.is_main and file.is_file() else None
         moved = {}
         if self.engine.is_main:
-            # ``evaluate`` writes those of the new model
-            (self.folder / run_folder.DEV_METRICS_FILE).unlink(missing_ok=True)
-            for path in (self.folder / run_folder.METRICS_FILE, file.with_name(run_folder.CARD)):
+            metrics = (run_folder.DEV_METRICS_FILE, run_folder.METRICS_FILE)
+            for path in (*map(self.folder.joinpath, metrics), file.with_name(run_folder.CARD)):
                 if path.is_file():
                     moved[path] = self.folder / f"{path.stem}.old{path.suffix}"
         # before the model changes: after a kill, no model has another's metrics
@@ -626,6 +630,8 @@ class Training:
         for path, old in moved.items():
             if file.read_bytes() == before:
                 old.replace(path)
+            elif path.name == run_folder.DEV_METRICS_FILE:
+                old.unlink()  # ``evaluate`` writes those of the new model
             else:
                 self.log.say(f"{path}: is now {old}, because the model is a new one")
 

@@ -101,7 +101,8 @@ def next_steps(config: TrainConfig, model: Path) -> list[str]:
     model: folder of the trained model.
     """
     lines = []
-    if guesses(read_log(Path(config.output_dir))):
+    only_one_loss = not (config.loss.matryoshka_dims or config.distils)
+    if only_one_loss and guesses(read_log(Path(config.output_dir))):
         lines.append(
             f"{NOTE}the loss of the last {LAST_STEPS} steps is that of guessing the positive among "
             "all passages, so the model has learned nothing, or has forgotten it; try a lower "
@@ -129,14 +130,17 @@ def next_steps(config: TrainConfig, model: Path) -> list[str]:
 
 
 def guesses(log: list[dict[str, Any]]) -> bool:
-    """Return whether the loss at the end of a run is not below that of equal logits.
+    """Return whether the loss of a run ends at that of equal logits or above, and did not fall.
 
-    The loss of n candidates with equal logits is log n. Runs of fewer than twice ``LAST_STEPS``
-    steps may not have learned yet.
+    The loss of n candidates with equal logits is log n. It may be above in the first steps, if hard
+    negatives are very similar to the positive. Runs of fewer than twice ``LAST_STEPS`` steps may
+    not have learned yet.
     """
     steps = [line for line in log if "loss" in line]
     if len(steps) < 2 * LAST_STEPS:
         return False
     guessing = [math.log1p(line["negatives"]) for line in steps[-LAST_STEPS:]]
-    losses = [line["loss"] for line in steps[-LAST_STEPS:]]
-    return min(guessing) > 0 and mean(losses) > 0.98 * mean(guessing)
+    first, last = (
+        mean(line["loss"] for line in part) for part in (steps[:LAST_STEPS], steps[-LAST_STEPS:])
+    )
+    return min(guessing) > 0 and last > 0.98 * max(first, mean(guessing))

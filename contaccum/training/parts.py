@@ -206,14 +206,19 @@ def check_guide(config: TrainConfig) -> None:
         raise InputError(f"loss.guide: {error}") from error
 
 
-def build_rules(config: TrainConfig, engine: Engine, train_set: TrainSet) -> PairRules:
+def build_rules(
+    config: TrainConfig, engine: Engine, train_set: TrainSet, missing: bool = False
+) -> PairRules:
     """Build the rules that remove negatives of the loss. All processes must call this function.
+
+    missing: whether the bank of a resumed run lacks hard negatives.
 
     If ``loss.guide`` names an encoder, it encodes the training queries and passages whose vectors
     are not in the cache.
     """
     loss = config.loss
     rules = _rules_without_data(config)
+    rules = replace(rules, missing=rules.missing or missing)
     if loss.guide is not None:
         if loss.guide == config.model.name:
             encoder = _untrained_encoder(config, engine.device)
@@ -244,10 +249,7 @@ def _rules_without_data(config: TrainConfig) -> PairRules:
     margin = config.loss.false_negative_margin
     strategy = config.loss.margin_strategy
     return PairRules(
-        # a bank of a resumed run may still have missing passages, although the config now fills
-        # them
-        missing=bool(config.data.hard_negatives)
-        and (config.data.fill_negatives == "none" or config.resume),
+        missing=bool(config.data.hard_negatives) and config.data.fill_negatives == "none",
         margin=margin,
         relative=strategy == "relative",
         key="" if margin is None else f"margin {margin} {strategy}",

@@ -38,7 +38,7 @@ from contaccum.config.load import CONFIG_VERSION, check_version, flat, read_yaml
 from contaccum.data.dataset import is_trained_on, load_training, open_dataset
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.data.train_set import TrainSet
-from contaccum.encoder import SETTINGS_FILE, model_folder
+from contaccum.encoder import SETTINGS_FILE, run_of
 from contaccum.errors import InputError
 from contaccum.runtime.files import (
     is_leftover,
@@ -218,12 +218,13 @@ def read_config(run: Path) -> dict[str, Any]:
     return values
 
 
-def warn_of_training_data(model: str, data: str, split: str, policy: DataPolicy) -> None:
+def warn_of_training_data(model: str, data: str, split: str, policy: DataPolicy | None) -> None:
     """Warn if ``model`` was trained on the split ``split`` of ``data``, or on some of its queries.
 
-    Training data that is not a local path is compared by its name only.
+    Training data that is not a local path is compared by its name only. policy: how to read the
+    queries of ``data``. None: only names are compared.
     """
-    run = Path(model_folder(model)).absolute().parent
+    run = run_of(model)
     if not (run / CONFIG_FILE).is_file():
         return
     with suppress(InputError):  # the file of another program, or of an older version; changed data
@@ -237,7 +238,7 @@ def warn_of_training_data(model: str, data: str, split: str, policy: DataPolicy)
             )
             return
         sources = [each.train for each in config.data.mixture] or [config.data.train]
-        if all(source and os.path.exists(source) for source in sources):
+        if policy and all(source and os.path.exists(source) for source in sources):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # training gave them, or the evaluation will
                 train_set = load_training(config.data)

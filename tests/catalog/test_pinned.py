@@ -262,7 +262,7 @@ def test_a_query_id_with_different_texts_in_two_splits_is_refused(hub):
         "queries": {split: (f"queries/{split}.jsonl", rows) for split, rows in queries.items()},
     }
     card(hub.folder / "mteb" / "scifact", parts)
-    with pytest.raises(InputError, match="'q0' has different texts in two splits; name one split"):
+    with pytest.raises(InputError, match="'q0' has different texts in two splits, so only one"):
         fetch("mteb/SciFact", "train")
     folder = fetch("hub:mteb/scifact::test", "train")
     assert json.loads((folder / "queries.jsonl").read_text())["text"] == "test?"

@@ -88,6 +88,8 @@ def test_the_checkpoint_of_a_run_is_averaged_as_its_model(tmp_path):
     model = run / "checkpoints" / "step-00000001" / "model"
     DualEncoder.load(folders[0], passage_name=folders[1]).save(model)
     write(run / "config.yaml", json.dumps({"model.passage_name": str(folders[1])}))
+    # not the run of this model
+    write(tmp_path / "config.yaml", json.dumps({"model.passage_name": "another"}))
     merged = merge(str(model.parent), str(tmp_path / "merged"), start=str(folders[0]), share=0.5)
     expected = DualEncoder.load(folders[1]).encode_passages(TEXTS)
     assert np.abs(DualEncoder.load(merged).encode_passages(TEXTS) - expected).max() < 1e-6

@@ -9,7 +9,7 @@ import torch
 from helpers import tiny_encoder, train_config, weights, write_beir
 
 from contaccum.config import TrainConfig, from_mapping, to_yaml
-from contaccum.errors import InputError
+from contaccum.errors import InputError, Interrupted
 from contaccum.runtime.engine import Engine
 from contaccum.training import automatic
 from contaccum.training.loop import train
@@ -89,6 +89,33 @@ def test_a_run_resumed_with_another_method_chooses_its_own_micro_batches(tmp_pat
     assert resumed("grad_cache") == "auto"
     # negative control: the same method, also with the ignored setting that the run started with
     assert resumed("in_batch") == resumed("in_batch", **{"batch.micro_batch_size": 4}) == 16
+
+
+def test_recorded_pairs_that_several_processes_cannot_hold_are_chosen_again(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text(to_yaml(chosen("cont_accum")))
+    config = train_config("data", tmp_path, resume=True, **{"batch.micro_batch_size": "auto"})
+    found = []
+    for world in ("1", "4"):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        monkeypatch.setenv("RANK", "0")
+        found.append(automatic.with_recorded_choices(config).batch.micro_batch_size)
+    assert found == [8, "auto"]
+
+
+@pytest.mark.parametrize("method", ["cont_accum", "in_batch"])
+def test_a_run_with_chosen_pairs_resumes_and_ends(method, tmp_path, capsys):
+    data = write_beir(tmp_path / "data")
+    changes = {"batch.micro_batch_size": "auto", "optim.max_steps": 2, "run.save_steps": 1}
+    changes |= {"run.keep_checkpoints": None}
+
+    def stop(training):
+        training.signals.received = 15
+
+    with pytest.raises(Interrupted):
+        train(train_config(data, tmp_path / "run", method, **changes), after_step=stop)
+    for said in ("resuming at step 1", "this run has ended; nothing is trained"):
+        train(train_config(data, tmp_path / "run", method, resume=True, **changes))
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_an_evaluation_on_the_training_data_is_named(data, tmp_path, monkeypatch
     for output, model, sets, split, warned in (
         ("1", "run/model", str(data), "train", True),
         ("2", "run", str(data), "train", True),
-        ("3", "run/model", f"{data},{copy}", "train", True),
+        ("3", "run/model", str(copy), "train", False),
         ("4", "run/model", str(data), "dev", False),
     ):
         options = ["--data", sets, "--split", split, "--output", output]
