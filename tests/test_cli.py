@@ -32,6 +32,7 @@ def call(capsys, *arguments: object) -> tuple[int, str, str]:
     return code, out, err
 
 
+@pytest.mark.filterwarnings("default:.* also occur in the training data")
 def test_train_encode_search_evaluate_report(data, tmp_path, capsys):
     config = tmp_path / "config.yaml"
     config.write_text(to_yaml(train_config(data, tmp_path / "run")))

@@ -127,8 +127,8 @@ def require_origin(path: Path, found: Mapping[str, Any], expected: Mapping[str, 
     for name, value in expected.items():
         if value is not None and found.get(name) != value:
             made = f"with other data or settings ({name} {found.get(name)!r}, but now {value!r})"
-            if name in ("source", "encoder"):  # hashes
-                made = "from other texts" if name == "source" else "with another encoder"
+            if name == "source":  # hashes say nothing
+                made = "from other texts"
             raise InputError(f"{path}: was made {made}. Choose another folder, or delete this one.")
 
 

@@ -243,7 +243,7 @@ def test_wrong_options_of_encode_are_refused(options, message, tmp_path):
             {"encoder": WordEncoder(name="other")},
             "encoder 'words-48-passage', but now 'other-48-passage'",
         ),
-        ({"texts": passages(24)}, "source"),
+        ({"texts": passages(24)}, "texts"),
         ({"dtype": "float16"}, "dtype 'float32', but now 'float16'"),
     ],
 )
@@ -302,7 +302,7 @@ def test_reader_refuses_another_encoder_and_other_data(tmp_path):
     assert len(ShardFolder(tmp_path / "e", encoder, source)) == 1
     with pytest.raises(InputError, match=r"other data or settings \(encoder "):
         ShardFolder(tmp_path / "e", WordEncoder(name="other").fingerprint("passage"), source)
-    with pytest.raises(InputError, match=r"other data or settings \(source "):
+    with pytest.raises(InputError, match=r"was made from other texts"):
         ShardFolder(tmp_path / "e", encoder, passages(24).fingerprint)
 
 

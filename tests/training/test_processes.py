@@ -83,6 +83,8 @@ def runs(tmp_path_factory):
     for world in WORLDS[:2]:
         call = [str(runs.data), str(runs[f"dev{world}"])]
         runs.jobs[f"dev of {world}"] = Job(call, world, worker="dev_evaluation_worker")
+    call = [str(runs.data), str(runs["ends"])]
+    runs.jobs["ends"] = Job(call, 2, worker="last_step_worker")
     runs.add("machines", 4, machines=2, fault="tells_what_it_builds")
     runs.add("killed", 2, fault="is_killed")
     runs.add("killed alone", 1, fault="is_killed")
@@ -181,6 +183,11 @@ def test_metrics_of_several_processes_equal_one(whole, name, runs):
         assert (right["bank_fill"], right["masked"]) == (left["bank_fill"], left["masked"])
     left, right = (read_json(runs[run] / "dev_metrics.json") for run in (whole, name))
     assert right["mean"] == pytest.approx(left["mean"], abs=1e-6)
+
+
+def test_the_largest_number_of_steps_of_all_processes_counts(runs):
+    runs.outcomes["ends"].check()
+    assert [read_json(runs[f"ends.{rank}.json"]) for rank in (0, 1)] == 2 * [[6, 6, 4, 4]]
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -225,6 +225,7 @@ def calls_on(disk: Path, data: Path, model: Path) -> dict[str, list[object]]:
     }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("default:.* also occur in the training data")
 @pytest.mark.parametrize("kind", ["full", "read-only"])
 def test_every_writer_reports_a_refusing_disk_in_one_sentence(kind, data, tmp_path, capsys):
     model = train(train_config(data, tmp_path / "run", **{"optim.max_steps": 1}))
