@@ -314,7 +314,8 @@ def _write_examples(name: HubName, files: list[str], folder: Path) -> None:
 def _located_rows(name: HubName, files: list[str]) -> Rows:
     """Yield the rows of ``files`` with locations for messages.
 
-    A JSON object may lack a column. Raises InputError for a column that none of the first rows has.
+    A JSON object may lack a column. Raises InputError for one that all of the first FIRST_RECORDS
+    rows lack.
     """
     is_local = os.path.exists(name.repository)
     lacking = dict.fromkeys(chain.from_iterable(name.columns.values()))

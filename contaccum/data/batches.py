@@ -205,7 +205,7 @@ class Batches:
                 )
 
     def share_of_length(self, length: int) -> float:
-        """Return the share of the passages with at least ``length`` tokens, of at most 100,000."""
+        """Return the share of passages with at least ``length`` tokens, in at most 100,000."""
         count = len(self._passage_tokens)
         rows = np.linspace(0, count - 1, min(count, 100_000)).astype(np.int64)
         return float(np.mean(self._passage_tokens.lengths(rows) >= length))

@@ -41,6 +41,7 @@ from contaccum.formats.dpr import read_questions
 from contaccum.formats.readers import Kind, kind_of_data
 from contaccum.formats.records import Question
 from contaccum.formats.training import FORMATS
+from contaccum.runtime.units import counted
 
 DEFAULT_POLICY = DataPolicy()
 
@@ -193,6 +194,23 @@ def is_trained_on(data: DataConfig, name: str, split: str) -> bool:
     sources = data.mixture or [MixtureConfig(data.train, data.split)]
     read = source_of(name, split)
     return any(source_of(source.train, source.split) == read for source in sources)
+
+
+def warn_of_shared_queries(
+    kind: str, source: str, judged: RetrievalSet, same: list[str], other: str
+) -> None:
+    """Warn if queries also have a part in choosing the model.
+
+    kind: ``test`` or ``dev``. same: ids of the queries of ``judged`` whose texts are also in the
+    ``other`` data (``training`` or ``dev``, on which a run keeps its best model).
+    """
+    if same:
+        warnings.warn(
+            f"{source}: {len(same)} of {counted(len(judged.queries), f'{kind} query')} also occur "
+            f"in the {other} data (first: {same[0]!r}), so the scores on the {kind} data are too "
+            f"high; {kind} queries must have other texts than {other} queries",
+            stacklevel=2,
+        )
 
 
 def require_other_dev(data: DataConfig) -> None:

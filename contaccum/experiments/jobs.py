@@ -24,7 +24,7 @@ import torch
 from contaccum.config import TrainConfig, affects, from_mapping
 from contaccum.config.commands import EncoderConfig, SearchConfig
 from contaccum.config.load import flat
-from contaccum.data.dataset import load_training, open_dataset
+from contaccum.data.dataset import load_training, open_dataset, warn_of_shared_queries
 from contaccum.data.identity import text_hash
 from contaccum.encoder import DualEncoder, model_folder
 from contaccum.encoder.folders import MODEL_FILES
@@ -48,7 +48,6 @@ from contaccum.training.run_folder import (
     METRICS_FILE,
     config_differences,
     files_hash,
-    warn_of_shared_queries,
 )
 
 POLL_SECONDS = 0.1

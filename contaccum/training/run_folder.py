@@ -35,7 +35,12 @@ from contaccum.config import (
     settings_with,
 )
 from contaccum.config.load import CONFIG_VERSION, check_version, flat, read_yaml
-from contaccum.data.dataset import is_trained_on, load_training, open_dataset
+from contaccum.data.dataset import (
+    is_trained_on,
+    load_training,
+    open_dataset,
+    warn_of_shared_queries,
+)
 from contaccum.data.retrieval_set import RetrievalSet
 from contaccum.data.train_set import TrainSet
 from contaccum.encoder import SETTINGS_FILE, run_of
@@ -245,23 +250,6 @@ def warn_of_training_data(model: str, data: str, split: str, policy: DataPolicy 
                 judged = open_dataset(data, split, policy).retrieval_set
             same = train_set.shared_queries(judged.queries)
             warn_of_shared_queries("test", f"{data} {split}", judged, same, "training")
-
-
-def warn_of_shared_queries(
-    kind: str, source: str, judged: RetrievalSet, same: list[str], other: str
-) -> None:
-    """Warn if queries also have a part in choosing the model.
-
-    kind: ``test`` or ``dev``. same: ids of the queries of ``judged`` whose texts are also in the
-    ``other`` data (``training`` or ``dev``, on which a run keeps its best model).
-    """
-    if same:
-        warnings.warn(
-            f"{source}: {len(same)} of {counted(len(judged.queries), f'{kind} query')} also occur "
-            f"in the {other} data (first: {same[0]!r}), so the scores on the {kind} data are too "
-            f"high; {kind} queries must have other texts than {other} queries",
-            stacklevel=2,
-        )
 
 
 @dataclass(frozen=True)

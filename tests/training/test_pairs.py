@@ -124,10 +124,7 @@ def test_a_missing_cell_moves_no_other_cell(names, missing):
         ({"one": "a", "two": "b", "label": "0"}, "found the fields one, two, label; expected one"),
         ({"question": "a", "context": "b", "answer": "c"}, "found the fields question, context, a"),
         ({"query": "a", "pos": ["b"], "pos_id": ["1", "2"]}, "found 2 values in 'pos_id' but 1 t"),
-        (
-            {"query": "a", "pos": ["b", " "]},
-            r"\['pos'\]: has an empty or missing te",
-        ),
+        ({"query": "a", "pos": ["b", " "]}, r"\['pos'\]: has an empty or missing text"),
         (("a", "b", 0), r"\[2\]: found int; expected a text"),
         (("query", 3 * [1]), r"\[1\]: found int; expected a text"),
     ],

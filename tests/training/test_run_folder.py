@@ -157,9 +157,12 @@ def test_edited_dev_data_are_refused_on_resume(file, scene, tmp_path):
 def test_a_run_at_the_loss_of_guessing_says_so(tmp_path):
     """A mean of 7 negatives with equal logits: the loss is log 8."""
     config = TrainConfig(output_dir=str(tmp_path))
-    kept = [{"step": step, "loss": 1.0, "negatives": 7.0} for step in range(1, 6)]
-    for last, learned in ((math.log(8), False), (1.0, True)):
-        lines = [*kept, *({"step": 6, "loss": last, "negatives": 7.0} for _ in range(5))]
+    # the last: hard negatives that are very similar to the positive
+    for first, last, learned in ((1.0, math.log(8), False), (1.0, 1.0, True), (4.0, 3.0, True)):
+        lines = [
+            {"step": step, "loss": first if step < 6 else last, "negatives": 7.0}
+            for step in range(1, 11)
+        ]
         (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         said = next_steps(config, tmp_path / "model")
         assert any("learned nothing" in line for line in said) is not learned

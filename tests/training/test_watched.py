@@ -113,6 +113,7 @@ def test_an_evaluation_on_the_training_data_is_named(data, tmp_path, monkeypatch
         ("2", "run", str(data), "train", True),
         ("3", "run/model", str(copy), "train", False),
         ("4", "run/model", str(data), "dev", False),
+        ("5", "run/model", f"{data},{copy}", "train", True),
     ):
         options = ["--data", sets, "--split", split, "--output", output]
         assert main(["evaluate", "--model", model, *options]) == 0
